@@ -1,0 +1,1 @@
+"""TensorRT-LLM workshop: the helper library behind the course notebooks."""

@@ -1,0 +1,1 @@
+"""The drop-in reference toolchain: TensorRT-LLM commands, files and Python on PyTorch."""
