@@ -33,7 +33,7 @@ def number(value: float, unit: str = "") -> str:
 
 
 class Table:
-    """Rows under headings: ``str(table)`` is aligned plain text, ``_repr_html_`` an HTML table, both with the caption."""
+    """Rows under headings: ``str(table)`` is aligned text, ``_repr_html_`` an HTML table, both with the caption."""
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any] | Sequence[Any]], caption: str = "", header: Sequence[str] = ()

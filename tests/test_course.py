@@ -1,0 +1,309 @@
+"""The runner on small real notebooks, executed by papermill in real kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from trtllm_workshop import course, run_status
+from trtllm_workshop.course import Options
+from trtllm_workshop.parameters import ParameterProblem
+from trtllm_workshop.workspace import Workspace
+
+PARAMETERS = (
+    'toolchain = "auto"\nmodel = ""\nwork_dir = "../work"\nprofile = "full"\ncount = 2\nstream = False\nsizes = [1]'
+)
+# What lesson.checkpoint() writes, without the toolchain that these notebooks do not need.
+CHECKPOINT = """from pathlib import Path
+from trtllm_workshop.record import Record
+record = Record("{number}", {{"profile": profile, "model": {{"name": model, "source": ""}}}})
+record.checks["made"] = {{"name": "made", "ok": True, "advice": "make it"}}
+record.write(Path(work_dir) / "results" / "{number}.json", "ok")"""
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path / "work")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Writes notebooks/NN_name.ipynb with a parameters cell, the given code cells and a checkpoint."""
+
+    def write(name: str, *sources: str, parameters: str | None = PARAMETERS, checkpoint: bool = True) -> Path:
+        folder = tmp_path / "notebooks"
+        folder.mkdir(exist_ok=True)
+        cells = [nbformat.v4.new_markdown_cell("# Title")]
+        if parameters is not None:
+            cells.append(nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+        cells += [nbformat.v4.new_code_cell(source) for source in sources]
+        if checkpoint:
+            cells.append(nbformat.v4.new_code_cell(CHECKPOINT.format(number=name[:2])))
+        path = folder / f"{name}.ipynb"
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+        return path
+
+    return write
+
+
+def run(workspace: Workspace, *wanted: str, **options: object) -> tuple[int, list[course.Entry]]:
+    folder = workspace.root.parent / "notebooks"
+    return course.run(course.select(folder, wanted), Options(**options), workspace)  # type: ignore[arg-type]
+
+
+def outputs(workspace: Workspace, name: str) -> str:
+    notebook = nbformat.read(workspace.executed / f"{name}.ipynb", as_version=4)
+    return "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
+
+
+def test_a_run_passes_with_values_of_the_right_type_in_the_running_interpreter(
+    make: Make, workspace: Workspace, capsys
+) -> None:
+    make(
+        "00_first",
+        "import sys; print(sys.executable, repr(model), repr(stream), repr(sizes), count + 1)",
+        "",
+        "%%capture\n1 + 1",
+    )
+    given = {"model": "007", "stream": "true", "sizes": "[1, 2]", "count": "3"}
+    code, (entry,) = run(workspace, profile="smoke", given=given)
+    assert (code, entry.status, entry.error) == (0, "passed", None)
+    assert outputs(workspace, "00_first") == f"{sys.executable} '007' True [1, 2] 4\n"
+    assert entry.cells_run == entry.cells == 5  # the parameters, the injected ones, two with code, the checkpoint
+    assert entry.peak_memory_mb > 20 and entry.seconds > 0
+    shown = capsys.readouterr().out
+    assert "00_first: passed, 5 cells" in shown and "\r" not in shown
+    state = json.loads((workspace.results / "run.json").read_text())
+    assert [row["status"] for row in state["notebooks"]] == ["passed"]
+
+
+def test_a_notebook_that_stops_early_fails_and_the_next_is_not_run(make: Make, workspace: Workspace, capsys) -> None:
+    make("00_first", "x = 1\nraise ValueError('the shard is gone')", "print('never')")
+    make("01_second")
+    code, (first, second) = run(workspace)
+    assert code == 1 and (first.status, second.status) == ("failed", "not run")
+    assert first.error is not None and (first.error["index"], first.error["cell"]) == (2, 3)
+    shown = capsys.readouterr().out
+    assert "code cell 3 of 5 (cell 2 of the file)" in shown
+    assert shown.index("| raise ValueError('the shard is gone')") < shown.index("ValueError: the shard is gone")
+    assert not (workspace.executed / "01_second.ipynb").exists()
+    assert (workspace.executed / "00_first.ipynb").is_file()
+
+
+def test_keep_going_runs_the_others_and_still_fails(make: Make, workspace: Workspace) -> None:
+    make("00_first", "1 / 0")
+    make("01_second")
+    code, entries = run(workspace, keep_going=True)
+    assert code == 1 and [entry.status for entry in entries] == ["failed", "passed"]
+
+
+@pytest.mark.parametrize("leave", ["raise SystemExit", "import sys; sys.exit(0)", "exit()"])
+def test_leaving_by_systemexit_is_not_a_success(make: Make, workspace: Workspace, leave: str) -> None:
+    make("00_first", leave, "print('below')")
+    code, (entry,) = run(workspace)
+    assert code == 1 and entry.status in ("failed", "kernel died")
+    assert entry.cells_run < entry.cells
+
+
+def test_a_cell_skipped_by_its_tag_is_found(make: Make, workspace: Workspace) -> None:
+    path = make("00_first", "print('skipped')")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[2].metadata["tags"] = ["skip-execution"]
+    nbformat.write(notebook, path)
+    code, (entry,) = run(workspace)
+    assert code == 1 and entry.error is not None
+    assert (entry.error["name"], entry.error["index"]) == ("NotExecuted", 2)
+
+
+def test_a_notebook_without_its_checkpoint_fails_also_when_an_old_record_is_there(
+    make: Make, workspace: Workspace
+) -> None:
+    make("00_first")
+    assert run(workspace)[0] == 0
+    make("00_first", "print('no end')", checkpoint=False)
+    code, (entry,) = run(workspace)
+    assert code == 1 and entry.error is not None and "earlier run" in entry.error["message"]
+    (workspace.results / "00.json").unlink()
+    code, (entry,) = run(workspace)
+    assert code == 1 and entry.error is not None and "was not written" in entry.error["message"]
+
+
+def test_P124_a_killed_kernel_is_named_and_the_partial_notebook_is_kept(
+    make: Make, workspace: Workspace, capsys
+) -> None:
+    make("00_first", "print('before')", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "print('after')")
+    code, (entry,) = run(workspace)
+    assert code == 1 and entry.status == "kernel died"
+    assert entry.error is not None and (entry.error["index"], entry.error["cell"]) == (3, 4)
+    assert outputs(workspace, "00_first") == "before\n"
+    shown = capsys.readouterr().out
+    assert "KERNEL DIED  00_first, code cell 4 of 6" in shown and "ran out of memory" in shown
+
+
+def test_a_timeout_ends_the_notebook_and_what_it_started_but_nothing_else(make: Make, workspace: Workspace) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        starter = (
+            "import subprocess, sys\nfrom pathlib import Path\n"
+            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+            "Path(work_dir, 'child').write_text(str(child.pid))"
+        )
+        make(
+            "00_first",
+            "Path = __import__('pathlib').Path; Path(work_dir).mkdir(exist_ok=True)",
+            starter,
+            "while True: pass",
+        )
+        code, (entry,) = run(workspace, timeout=12)
+        assert code == 1 and entry.status == "timed out"
+        assert entry.error is not None and entry.error["index"] == 4 and "--timeout" in entry.error["advice"]
+        assert not psutil.pid_exists(int((workspace.root / "child").read_text()))
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_process_left_behind_is_ended_and_reported(make: Make, workspace: Workspace, capsys) -> None:
+    start = (
+        "import subprocess, sys\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(601)'], start_new_session=True)"
+    )
+    make("00_first", start)
+    code, (entry,) = run(workspace)
+    assert code == 0 and len(entry.left_behind) == 1 and "sleep(601)" in entry.left_behind[0]
+    assert "left a process running" in capsys.readouterr().out
+
+
+def test_P121_values_take_the_type_of_the_default_or_are_refused(make: Make, workspace: Workspace) -> None:
+    make("00_first")
+    for given, part in [
+        ({"stream": "maybe"}, "stream is 'maybe'"),
+        ({"sizes": "one"}, "'one' is not a list"),
+        ({"count": "many"}, "'many' is not a number"),
+        ({"count": "2.5"}, "whole number"),
+    ]:
+        with pytest.raises(ParameterProblem, match=part):
+            run(workspace, given=given)
+    assert not workspace.executed.exists()
+
+
+def test_an_unknown_parameter_fails_the_run_before_it_starts(make: Make, workspace: Workspace) -> None:
+    make("00_first")
+    make("01_second", parameters='profile = "full"\nwork_dir = ""\nmodel = ""')
+    with pytest.raises(ParameterProblem, match=r"00_first.ipynb has no parameter 'cuont'. Did you mean 'count'"):
+        run(workspace, given={"cuont": "1"})
+    with pytest.raises(ParameterProblem, match=r"01_second.ipynb has no parameter 'count'"):
+        run(workspace, given={"count": "1"})
+    with pytest.raises(ParameterProblem, match=r"profile is 'smok'.*Did you mean 'smoke'"):
+        run(workspace, "00", profile="smok")
+    assert not workspace.root.exists()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "later", "part"),
+    [
+        (None, "pass", "0 cells tagged 'parameters'"),
+        ("a = 1\nb = a * 2", "pass", "b is computed"),
+        ("import os", "pass", "nothing else"),
+        ("profile = 'full'", "profile = 'smoke'", "assigns the parameter 'profile' again"),
+        ("profile = 'full'", "for profile in ['smoke']: pass", "assigns the parameter 'profile' again"),
+    ],
+)
+def test_P122_a_parameters_cell_that_would_lose_values_is_refused(
+    make: Make, workspace: Workspace, parameters: str | None, later: str, part: str
+) -> None:
+    make("00_first", later, parameters=parameters)
+    with pytest.raises(ParameterProblem, match=part):
+        run(workspace, profile="smoke")
+
+
+def test_P122_a_saved_injected_cell_is_refused(make: Make, workspace: Workspace) -> None:
+    path = make("00_first")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.insert(2, nbformat.v4.new_code_cell("count = 9", metadata={"tags": ["injected-parameters"]}))
+    nbformat.write(notebook, path)
+    with pytest.raises(ParameterProblem, match="saved 'injected-parameters' cell"):
+        run(workspace)
+
+
+def test_resume_runs_only_what_did_not_pass_or_has_changed(make: Make, workspace: Workspace) -> None:
+    make("00_first")
+    make("01_second", "1 / 0")
+    make("02_third")
+    assert [entry.status for entry in run(workspace)[1]] == ["passed", "failed", "not run"]
+    before = (workspace.executed / "00_first.ipynb").stat().st_mtime_ns
+    make("01_second", "1 / 1")
+    code, entries = run(workspace, resume=True)
+    assert code == 0 and [entry.resumed for entry in entries] == [True, False, False]
+    assert (workspace.executed / "00_first.ipynb").stat().st_mtime_ns == before
+    assert [entry.resumed for entry in run(workspace, "00", resume=True, given={"count": "5"})[1]] == [False]
+    (workspace.executed / "01_second.ipynb").unlink()
+    assert [entry.resumed for entry in run(workspace, "01", "02", resume=True)[1]] == [False, True]
+
+
+def test_catch_up_runs_what_is_missing_before_in_the_smoke_profile(make: Make, workspace: Workspace) -> None:
+    folder = [make("00_first"), make("01_second"), make("02_third")][0].parent
+    assert run(workspace, "00")[0] == 0
+    code, entries = course.catch_up(course.select(folder), "02", Options(), workspace)
+    assert code == 0 and [(entry.number, entry.parameters["profile"]) for entry in entries] == [("01", "smoke")]
+    assert course.catch_up(course.select(folder), "02", Options(), workspace) == (0, [])
+    assert len(course.catch_up(course.select(folder), "02", Options(model="other/model"), workspace)[1]) == 2
+
+
+def test_check_finds_a_file_that_is_gone_or_changed(workspace: Workspace) -> None:
+    from trtllm_workshop.artifacts import describe
+    from trtllm_workshop.record import Record
+
+    assert course.check("02", workspace) == [
+        "02.json was not written, so the notebook never reached lesson.checkpoint()"
+    ]
+    made = workspace.root / "made" / "part.bin"
+    made.parent.mkdir(parents=True)
+    made.write_bytes(b"12345")
+    record = Record("02", {})
+    record.checks["x"] = {"name": "x", "ok": True, "advice": "y"}
+    record.artifacts["made"] = describe(made.parent, workspace.root)
+    record.write(workspace.results / "02.json", "ok")
+    assert course.check("02", workspace) == []
+    made.write_bytes(b"123")
+    assert course.check("02", workspace) == ["made has 3 bytes; it had 5 when the lesson ended"]
+    made.unlink()
+    assert course.check("02", workspace) == ["made is empty"]
+
+
+def test_selection(make: Make, tmp_path: Path) -> None:
+    for name in ("00_a", "01_b", "02_c", "10_d"):
+        make(name)
+    folder = tmp_path / "notebooks"
+    for wanted, numbers in [
+        ([], ["00", "01", "02", "10"]),
+        (["2", "00"], ["00", "02"]),
+        (["01-09"], ["01", "02"]),
+        (["notebooks/10_d.ipynb"], ["10"]),
+    ]:
+        assert [notebook.number for notebook in course.select(folder, wanted)] == numbers
+    with pytest.raises(course.CourseProblem, match=r"no notebook '7'.*There is: 00, 01, 02, 10"):
+        course.select(folder, ["7"])
+    (folder / "03_broken.ipynb").write_text("{")
+    with pytest.raises(course.CourseProblem, match=r"03_broken\.ipynb is not a notebook"):
+        course.select(folder)
+
+
+def test_a_folder_with_braces_and_blanks_in_its_name(make: Make, tmp_path: Path) -> None:
+    make("00_first")
+    moved = tmp_path / "odd {name} folder"
+    os.rename(tmp_path / "notebooks", moved)
+    workspace = Workspace(moved / "work")
+    code, (entry,) = course.run(course.select(moved), Options(profile="smoke"), workspace)
+    assert code == 0, run_status.failure_text(entry)
+    assert (workspace.executed / "00_first.ipynb").is_file()
