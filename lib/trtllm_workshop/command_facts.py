@@ -160,6 +160,16 @@ def commands() -> Mapping[str, Command]:
     return table
 
 
+@lru_cache(maxsize=1)
+def old_flags() -> Mapping[str, str]:
+    """Flags of the time before the convert/build split -> what to do instead."""
+    table: dict[str, str] = {}
+    for path in sorted(DATA.glob("trtllm_cli*.json")):
+        entries = json.loads(path.read_text(encoding="utf-8")).get("old_flags", {})
+        table.update({name: entry["remedy"] for name, entry in entries.items()})
+    return table
+
+
 def command(name: str) -> Command:
     """The recorded command `name`; KeyError with the nearest names when there is none."""
     table = commands()

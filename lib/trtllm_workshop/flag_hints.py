@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from trtllm_workshop.command_facts import Command, stages_of
+from trtllm_workshop.command_facts import Command, old_flags, stages_of
 
 
 def value_of(argv: Sequence[str], spelling: str) -> str | None:
@@ -41,7 +41,10 @@ def max_seq_len_hint(argv: Sequence[str]) -> str:
             )
         return f"{text}: write --max_seq_len with the longest prompt you expect + {output}"
     if given is not None and given != inputs + output:
-        return f"{text}: {inputs} + {output} = {inputs + output}, but --max_seq_len {given} is given; keep one of them"
+        return (
+            f"{text}: {inputs} + {output} = {inputs + output}, but --max_seq_len {given} is given: "
+            f"write --max_seq_len {inputs + output} and leave --max_output_len out"
+        )
     return f"{text}: write --max_seq_len {inputs + output} ({inputs} + {output})"
 
 
@@ -59,10 +62,14 @@ def nearest_flag(entry: Command, spelling: str) -> tuple[str, float]:
 
 def unknown_flag_hint(entry: Command, spelling: str, argv: Sequence[str]) -> str:
     """Why `entry` has no flag `spelling`, and the one thing to do about it."""
+    if spelling == "--max_output_len" and entry.stage in ("convert", "quantize"):
+        return f"lengths are chosen later, by trtllm-build; there {max_seq_len_hint(argv)}"
     if spelling == "--max_output_len" and spelling in entry.removed:
         return max_seq_len_hint(argv)
     if spelling in entry.removed:
         return f"removed in newer releases; {entry.removed[spelling]}"
+    if spelling in old_flags():
+        return f"an old flag, from before conversion and build were two commands; {old_flags()[spelling]}"
     if spelling in entry.later:
         return "not proven to exist in 1.2.1, it was seen only in later releases: leave it out"
     near, likeness = nearest_flag(entry, spelling)
@@ -71,7 +78,9 @@ def unknown_flag_hint(entry: Command, spelling: str, argv: Sequence[str]) -> str
         return f"did you mean {near}?"
     owners = [other for other in stages_of(spelling) if other.name != entry.name]
     if owners:
-        return f"it belongs to another command: give this to {owners[0].name}"
+        owned = owners[0].find(spelling)
+        note = f" ({owned.note})" if owned is not None and owned.deprecated and owned.note else ""
+        return f"it belongs to another command: give this to {owners[0].name}{note}"
     if likeness >= 0.7:
         return f"did you mean {near}?"
     return f"no such flag exists; the nearest real one is {near}, all are listed by {entry.program} --help"
