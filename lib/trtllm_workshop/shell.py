@@ -1,0 +1,239 @@
+"""sh(): run one command line in a child process with live output, a time, a memory peak and an error that teaches."""
+
+from __future__ import annotations
+
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from trtllm_workshop import expected_files
+from trtllm_workshop.command_line import CommandLineError, split_line
+from trtllm_workshop.live_output import Kept, LiveText
+from trtllm_workshop.processes import MemoryPeak, end_group
+
+if TYPE_CHECKING:
+    from trtllm_workshop.toolchain import Toolchain
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a finished command left: wall time, merged output, peak memory of its process tree in MB (10^6 bytes)."""
+
+    argv: list[str]
+    returncode: int
+    seconds: float
+    output: str
+    peak_memory_mb: float | None
+
+
+class ShownError(RuntimeError):
+    """An error whose text is the whole message: a notebook shows it without a traceback through this library."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class CommandFailed(ShownError):
+    """A command ended badly. The message begins with its first error line; `result` holds the output."""
+
+    def __init__(self, message: str, result: CommandResult):
+        super().__init__(message)
+        self.result = result
+
+
+class CommandRefused(ShownError, CommandLineError):
+    """The command line was not started, because it is known to be wrong."""
+
+
+def run_line(
+    toolchain: Toolchain,
+    command: str,
+    *,
+    cwd: str | Path | None = None,
+    check: bool = True,
+    timeout: float | None = None,
+    quiet: bool = False,
+    env: Mapping[str, str] | None = None,
+    log: str | Path | None = None,
+) -> CommandResult:
+    """Run `command`, exactly as a person would type it, in `toolchain`; the line never reaches a shell.
+
+    cwd: folder to run in. check: raise CommandFailed for a bad end. timeout: seconds, after which the whole process
+    group is ended. quiet: do not show the output. env: variables for the child only. log: file for the whole output.
+    Raises CommandRefused when the line is known to be wrong; nothing has been started then.
+    """
+    try:
+        extra = {key: str(value) for key, value in (env or {}).items()}
+        assignments, words = split_line(command, toolchain.environment(extra))
+        _refuse_known_mistakes(words)
+        argv = toolchain.resolve(words)
+    except CommandLineError as problem:
+        raise CommandRefused(str(problem)) from None
+    folder = Path(cwd) if cwd is not None else Path.cwd()
+    if not folder.is_dir():
+        raise CommandRefused(f"cwd is {str(folder)!r}, which is not a folder")
+    before = expected_files.snapshot(words, folder)
+    result, ending = _run(argv, folder, toolchain.environment({**extra, **assignments}), timeout, quiet, log)
+    problems = [ending] if ending else []
+    if not problems and result.returncode == 0:
+        problems = expected_files.missing(before)
+    if check and (problems or result.returncode != 0):
+        raise CommandFailed(failure_text(words[0], result, problems), result)
+    return result
+
+
+def _refuse_known_mistakes(words: list[str]) -> None:
+    try:
+        from trtllm_workshop.commands import check_command
+    except ImportError:
+        return
+
+    problems = check_command(shlex.join(words))
+    for problem in problems:
+        if problem.severity != "error":
+            print(f"warning: {problem.message} {problem.fix}".rstrip())
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        lines = [f"{problem.message}\n  fix: {problem.fix}" if problem.fix else problem.message for problem in errors]
+        raise CommandRefused("\n".join(lines))
+
+
+def _run(
+    argv: list[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    timeout: float | None,
+    quiet: bool,
+    log: str | Path | None,
+) -> tuple[CommandResult, str]:
+    """Start, show, measure; the second value says how it was ended from here, if it was."""
+    kept = Kept()
+    started = time.monotonic()
+    with ExitStack() as stack:
+        record = None
+        if log is not None:
+            Path(log).parent.mkdir(parents=True, exist_ok=True)
+            record = stack.enter_context(open(log, "wb"))
+        try:
+            process = subprocess.Popen(
+                argv,
+                cwd=cwd,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, so that all of it can be ended
+            )
+        except OSError as problem:
+            raise CommandRefused(f"{argv[0]} cannot be started: {problem}") from None
+        text = LiveText(show=_nothing if quiet else show, keep=kept.add)
+        memory = stack.enter_context(MemoryPeak(process.pid))
+        ending = ""
+        try:
+            deadline = None if timeout is None else started + timeout
+            if not _follow(process, text, record, deadline):
+                ending = f"timed out after {timeout:g} s; the command and everything that it started were ended"
+        except KeyboardInterrupt:
+            end_group(process, first=signal.SIGINT)
+            raise
+        finally:
+            end_group(process, grace_s=2.0)
+            assert process.stdout is not None
+            process.stdout.close()
+            text.finish()
+    seconds = time.monotonic() - started
+    peak = memory.peak_mb
+    if not quiet:
+        state = "done" if process.returncode == 0 and not ending else "ended"
+        print(f"{state} in {seconds:.1f} s" + (f", peak {peak:,.0f} MB" if peak and peak >= 1 else ""), flush=True)
+    return CommandResult(argv, process.returncode, seconds, kept.text(), peak), ending
+
+
+def _follow(process: subprocess.Popen[bytes], text: LiveText, record: IO[bytes] | None, deadline: float | None) -> bool:
+    """Pass output on until the process has ended; False when `deadline` came first."""
+    assert process.stdout is not None
+    source = process.stdout.fileno()
+    exited = False
+    while True:
+        ready, _, _ = select.select([source], [], [], 0 if exited else 0.1)
+        if ready:
+            data = os.read(source, 65536)
+            if not data:
+                # Closed output is not the end: a program may go on silently.
+                remaining = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                return _wait(process, remaining)
+            text.feed(data)
+            if record:
+                record.write(data)
+        elif exited:
+            # A process that the command left behind may hold the pipe open for ever; nothing more is waited for.
+            return True
+        exited = exited or process.poll() is not None
+        if deadline is not None and time.monotonic() > deadline and not exited:
+            return False
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float | None) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def show(text: str) -> None:
+    """Write to the running cell (or the terminal) at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def describe_exit(returncode: int) -> str:
+    """How a process ended, in words: `exit code 2`, or the signal and its usual meaning."""
+    number = -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 160 else 0
+    if not number:
+        return f"exit code {returncode}"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"exit code {returncode}"
+    meaning = {
+        "SIGKILL": "killed from outside; on Linux that is nearly always the system running out of host memory (RAM)",
+        "SIGSEGV": "a crash inside native code",
+        "SIGABRT": "native code gave up; its reason is in the last lines",
+        "SIGBUS": "a mapped file or shared memory was cut short: check the disk and /dev/shm",
+        "SIGILL": "native code built for another processor",
+        "SIGINT": "interrupted",
+        "SIGTERM": "asked to end from outside",
+    }.get(name, "")
+    return f"signal {name}" + (f" ({meaning})" if meaning else "")
+
+
+def failure_text(what: str, result: CommandResult, problems: list[str]) -> str:
+    """The message of a failure: first error line, how it ended, what to do, last lines."""
+    try:
+        from trtllm_workshop.advice import advise, first_error
+    except ImportError:
+        return f"{what}: {describe_exit(result.returncode)}\n{result.output[-2000:]}"
+
+    error = first_error(result.output)
+    ended = "; ".join(problems) or describe_exit(result.returncode)
+    head = f"{error}\n{what}: {ended}" if error else f"{what}: {ended}"
+    evidence = result.output if not problems else result.output + "\n" + "\n".join(problems)
+    lines = [head, *(f"cause: {item.cause}\n  fix: {item.fix}" for item in advise(evidence, result.returncode))]
+    last = [line for line in result.output.splitlines() if line.strip()][-5:]
+    if last and last != [error]:
+        lines += ["last lines of the output:", *(f"  {line}" for line in last)]
+    return "\n".join(lines)
