@@ -50,7 +50,13 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # The head counts of SmolLM2-135M: three ranks can share them, two cannot.
     "llama-tied": (
         "llama",
-        {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+        {
+            "hidden_size": 144,
+            "intermediate_size": 192,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
     ),
     "llama3": ("llama", {"num_attention_heads": 8, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}),
     # As in Mistral-Nemo the head size is given and is not hidden / heads.

@@ -135,7 +135,7 @@ def tensor_index(path: str | Path) -> dict[str, TensorInfo]:
 
 
 def read_tensor(path: str | Path, name: str) -> Any:
-    """One tensor as a torch tensor, mapped from its file (a file or a folder as in tensor_index); do not write to it."""
+    """One tensor of a file or folder (as in tensor_index) as a torch tensor, mapped from disk: do not write to it."""
     import torch
 
     index = tensor_index(path)

@@ -1,4 +1,4 @@
-"""One model description from a Hugging Face config.json or a TensorRT-LLM checkpoint config, with sizes derived from it.
+"""One model description, from a Hugging Face config.json or a TensorRT-LLM checkpoint config, and its sizes.
 
 Field names are those of the TensorRT-LLM checkpoint config. Nothing heavy is imported: notebooks read a spec in
 milliseconds, without transformers.
@@ -32,7 +32,7 @@ class UnsupportedModel(ValueError):
 
 
 def supported_or_raise(architecture: Any, where: str) -> str:
-    """Returns the architecture when it is supported, else raises UnsupportedModel with the list and the nearest name."""
+    """Returns a supported architecture; raises UnsupportedModel with the list and the nearest name for others."""
     if architecture in SUPPORTED_ARCHITECTURES:
         return str(architecture)
     near = difflib.get_close_matches(str(architecture), SUPPORTED_ARCHITECTURES, n=1, cutoff=0.5)

@@ -48,7 +48,8 @@ class TensorInfo:
     offset: int = 0
 
 
-def _pointer_size(head: bytes) -> str | None:
+def lfs_pointer_size(head: bytes) -> str | None:
+    """The size of the real file as text, when `head` (a file's first bytes) is a Git LFS pointer; else None."""
     if not head.startswith(b"version https://git-lfs"):
         return None
     for line in head.decode("ascii", "replace").splitlines():
@@ -65,7 +66,7 @@ def read_header(path: str | Path) -> tuple[dict[str, TensorInfo], dict[str, str]
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
-        if (expected := _pointer_size(head + file.read(512))) is not None:
+        if (expected := lfs_pointer_size(head + file.read(512))) is not None:
             raise BrokenWeights(
                 f"{path} is a Git LFS pointer of {size} bytes, the weights have {expected} bytes: "
                 "run `git lfs pull` in that folder or download the model through the hub"
@@ -81,7 +82,7 @@ def read_header(path: str | Path) -> tuple[dict[str, TensorInfo], dict[str, str]
     try:
         header = json.loads(raw)
         metadata = header.pop("__metadata__", None) or {}
-        index = {name: _info(path, 8 + length, entry) for name, entry in header.items()}
+        index = {name: _info(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenWeights(f"{path}: the safetensors header cannot be read ({error}); download it again") from error
     end = max((info.offset + info.nbytes for info in index.values()), default=8 + length)
@@ -104,12 +105,15 @@ def _info(path: Path, base: int, entry: dict) -> TensorInfo:
     return TensorInfo(dtype, shape, end - begin, path, base + begin)
 
 
-def write_header(fd: int, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, int]:
+def write_header(
+    fd: int, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> dict[str, int]:
     """Writes the header for (name, dtype, shape) triples at offset 0 and returns {name: absolute byte offset}.
 
-    The caller then writes each tensor's bytes at its offset, in any order.
+    `metadata` is the container's own text-to-text dictionary. The caller then writes each tensor's bytes at its
+    offset, in any order.
     """
-    header: dict[str, dict] = {}
+    header: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
     begin = 0
     for name, dtype, shape in tensors:
         end = begin + math.prod(shape) * ITEM_SIZE[dtype]
@@ -118,4 +122,4 @@ def write_header(fd: int, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # keeps the data aligned to eight bytes, as the safetensors library does
     os.pwrite(fd, struct.pack("<Q", len(raw)) + raw, 0)
-    return {name: 8 + len(raw) + entry["data_offsets"][0] for name, entry in header.items()}
+    return {name: 8 + len(raw) + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
