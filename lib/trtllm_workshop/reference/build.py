@@ -1,0 +1,296 @@
+"""trtllm-build: from a checkpoint folder to an engine folder.
+
+The decoder is captured once with torch.export, without any weights in memory, with dynamic dimensions bounded by the
+build's limits (TensorRT's optimization profile). Then the weights are copied into the engine file tensor by tensor.
+Everything is written under a temporary name and renamed when it is complete, so an interrupted build leaves no engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from trtllm_workshop.checkpoint import (
+    classify,
+    expected_tensors,
+    read_config,
+    require_kind,
+    summarise_names,
+    tensor_index,
+)
+from trtllm_workshop.model_spec import ModelSpec
+from trtllm_workshop.reference.configs import BuildConfig
+from trtllm_workshop.reference.engine import GRAPH, default_device, fingerprint
+from trtllm_workshop.reference.network import DecoderForCausalLM
+from trtllm_workshop.reference.rotary import rotary_table
+from trtllm_workshop.reference.version import VERSION
+from trtllm_workshop.safetensors_file import write_header
+
+
+class BuildError(RuntimeError):
+    """A build that cannot be done; the text says why and what to change."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of an engine after all defaults are filled in, in requests and tokens."""
+
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_num_tokens: int
+
+
+def resolve_limits(build: BuildConfig, pretrained: dict[str, Any]) -> tuple[Limits, list[str]]:
+    """Fill in what the user left out, as trtllm-build does, and say where each number came from.
+
+    `max_seq_len` defaults to max_position_embeddings times the factor of the rotary scaling (1 for llama3), or 2048 if
+    the configuration has none. With remove_input_padding and context_fmha on, `max_input_len` is not used: a prompt may
+    be as long as max_seq_len - 1 and max_num_tokens allow.
+
+    Raises:
+        BuildError: when the limits contradict each other or the model.
+    """
+    model_limit = pretrained.get("max_position_embeddings")
+    scaling = pretrained.get("rotary_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    factor = 1 if kind in (None, "default", "llama3", "su", "longrope") else scaling.get("factor", 1)
+    notes = []
+    if build.max_seq_len is not None:
+        max_seq_len, origin = build.max_seq_len, "given"
+    elif model_limit:
+        max_seq_len, origin = int(model_limit * factor), "max_position_embeddings of the model"
+    else:
+        max_seq_len, origin = 2048, "trtllm-build's default, since the model states none"
+    notes.append(f"max_seq_len {max_seq_len} ({origin}): prompt and answer together")
+    window = pretrained.get("sliding_window")
+    if window and max_seq_len > window:
+        raise BuildError(
+            f"max_seq_len {max_seq_len} is longer than the model's sliding window ({window}), and the reference engine "
+            f"attends to everything; build with --max_seq_len {window} or less"
+        )
+    plugin = build.plugin_config
+    if plugin.remove_input_padding and plugin.context_fmha:
+        max_input_len = max(1, min(max_seq_len - 1, build.max_num_tokens))
+        notes.append(
+            f"longest prompt {max_input_len} (max_seq_len - 1 and max_num_tokens decide; --max_input_len is not used)"
+        )
+    else:
+        max_input_len = min(build.max_input_len, max_seq_len)
+        notes.append(f"longest prompt {max_input_len} (--max_input_len)")
+    if not plugin.remove_input_padding:
+        raise BuildError("--remove_input_padding disable: the reference engine always packs tokens; leave it at enable")
+    notes.append(f"max_num_tokens {build.max_num_tokens}: packed tokens in one step")
+    notes.append(f"max_batch_size {build.max_batch_size}: requests in one step")
+    return Limits(build.max_batch_size, max_input_len, max_seq_len, build.max_num_tokens), notes
+
+
+def export_network(
+    spec: ModelSpec, dtype: torch.dtype, limits: Limits, tokens_per_block: int
+) -> torch.export.ExportedProgram:
+    """Capture the decoder with dynamic dimensions bounded by the limits. No weight is allocated (the meta device)."""
+    most_blocks = -(-limits.max_seq_len // tokens_per_block)
+    with torch.device("meta"):
+        network = DecoderForCausalLM(spec, dtype, limits.max_seq_len)
+
+    def dim(name: str, most: int) -> Any:
+        return Dim(name, min=1, max=most) if most > 1 else None  # a dimension of exactly 1 is a static one
+
+    tokens, rows = dim("num_tokens", limits.max_num_tokens), dim("num_logits", limits.max_num_tokens)
+    requests, blocks = dim("num_requests", limits.max_batch_size), dim("blocks_per_request", most_blocks)
+
+    def size(most: int, wanted: int) -> int:
+        return max(
+            1, min(most, wanted)
+        )  # export treats sizes 0 and 1 as constants, so examples are larger if they can be
+
+    t, r = size(limits.max_num_tokens, 7), size(limits.max_num_tokens, 5)
+    b, m = size(limits.max_batch_size, 3), size(most_blocks, 4)
+
+    def empty(*shape: int, kind: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    pool_shape = (spec.num_hidden_layers, 6, 2, spec.num_key_value_heads, tokens_per_block, spec.head_size)
+    pool, host = empty(*pool_shape, kind=dtype), torch.int32
+    cache = (pool, empty(t), empty(b, m), empty(b), empty(b, kind=host), empty(b, kind=host))
+    shapes = {
+        "input_ids": {0: tokens},
+        "position_ids": {0: tokens},
+        "last_token_ids": {0: rows},
+        "cache": ({1: Dim("num_blocks", min=1)}, {0: tokens}, {0: requests, 1: blocks}, *[{0: requests}] * 3),
+    }
+    inputs = (empty(t), empty(t), empty(r), *cache)
+    return torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
+
+
+def engine_tensors(
+    checkpoint: Path, rank: int, spec: ModelSpec, limits: Limits
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """The engine's tensors in turn, each as the parts that lie behind each other in it.
+
+    Those of the checkpoint (mapped, not copied), with mlp.fc and mlp.gate joined into mlp.fused_fc, and the rotary table.
+    """
+    from safetensors import safe_open
+
+    with safe_open(checkpoint / f"rank{rank}.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dictionary
+            if name.endswith("mlp.fc.weight"):
+                parts = [file.get_tensor(name), file.get_tensor(name.replace(".fc.", ".gate."))]
+                yield name.replace(".fc.", ".fused_fc."), parts
+            elif not name.endswith("mlp.gate.weight"):
+                yield name, [file.get_tensor(name)]
+    yield (
+        "transformer.rotary_table",
+        [rotary_table(limits.max_seq_len, spec.head_size, spec.rotary_base, spec.rotary_scaling)],
+    )
+
+
+def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
+    """The checkpoint's configuration, after its tensors were compared with what the configuration asks for.
+
+    Raises:
+        WrongFolderKind: for a Hugging Face or engine folder.
+        BuildError: for missing tensors, wrong shapes, or several ranks.
+    """
+    require_kind(folder, "checkpoint")
+    config = read_config(folder)
+    world = config.get("mapping", {}).get("world_size", 1)
+    if world != 1:
+        raise BuildError(
+            f"{folder} is split over {world} ranks; the reference toolchain builds engines of one rank. Convert with "
+            "--tp_size 1 --pp_size 1."
+        )
+    algorithm = (config.get("quantization") or {}).get("quant_algo")
+    if algorithm:
+        raise BuildError(f"{folder} has quant_algo {algorithm}; the reference engine runs 16- and 32-bit checkpoints")
+    expected = expected_tensors(config, rank)
+    found = tensor_index(folder / f"rank{rank}.safetensors")
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        raise BuildError(
+            f"Required but not provided tensors: {summarise_names(missing)} in {folder}; convert the model again"
+        )
+    for name, shape in expected.items():
+        if tuple(found[name].shape) != tuple(shape):
+            raise BuildError(
+                f"Parameter {name} has invalid shape {tuple(found[name].shape)} compared with expected shape {tuple(shape)}; "
+                "config.json and weights of the checkpoint disagree: convert the model again"
+            )
+    extra = sorted(set(found) - set(expected))
+    if extra:
+        print(f"[TRT-LLM] [W] Provided but not required tensors: {summarise_names(extra)}")
+    return config
+
+
+def build_engine(checkpoint_dir: str | Path, build: BuildConfig, output_dir: str | Path, log=print) -> Path:
+    """Build `output_dir` from `checkpoint_dir`.
+
+    Raises:
+        BuildError, WrongFolderKind: see `check_checkpoint` and `resolve_limits`.
+    """
+    checkpoint, output = Path(checkpoint_dir), Path(output_dir)
+    config = check_checkpoint(checkpoint, 0)
+    if (kind := classify(output)) not in ("missing", "empty", "engine"):
+        raise BuildError(f"--output_dir {output} already holds something else ({kind}); name a new or an engine folder")
+    limits, notes = resolve_limits(build, config)
+    for note in notes:
+        log(f"[TRT-LLM] [I] {note}")
+    spec = ModelSpec.from_checkpoint_config(config)
+    dtype = getattr(torch, config["dtype"])
+    program = export_network(spec, dtype, limits, build.plugin_config.tokens_per_block)
+    log(f"[TRT-LLM] [I] captured a graph of {len(program.graph.nodes)} nodes")
+    if build.visualize_network:
+        from trtllm_workshop.reference.visualize import save_network
+
+        log(f"[TRT-LLM] [I] network written to {save_network(program, Path(build.visualize_network))}")
+    if build.dry_run:
+        log("[TRT-LLM] [I] dry run: no engine is written")
+        return output
+    resolved = build.model_copy(update={"max_seq_len": limits.max_seq_len, "max_input_len": limits.max_input_len})
+    contents = {"version": VERSION, "pretrained_config": config, "build_config": resolved.saved()}
+    tensors = functools.partial(engine_tensors, checkpoint, 0, spec, limits)
+    _write(output, contents, program, tensors, config["dtype"])
+    return output
+
+
+def graph_tensor(program: torch.export.ExportedProgram) -> torch.Tensor:
+    """The exported graph, saved without weights, as a tensor of bytes."""
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def write_engine_file(
+    path: Path, tensors: Callable[[], Iterator[tuple[str, list[torch.Tensor]]]], metadata: dict[str, str]
+) -> None:
+    """Write a safetensors container tensor by tensor, so that memory stays near the largest one.
+
+    `tensors` is called twice: once for names and shapes, once for the bytes.
+    """
+
+    def shape(parts: list[torch.Tensor]) -> tuple[int, ...]:
+        return (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+
+    triples = [(name, str(parts[0].dtype).removeprefix("torch."), shape(parts)) for name, parts in tensors()]
+    with path.open("wb") as file:
+        offsets = write_header(file.fileno(), triples, metadata)
+        for name, parts in tensors():
+            file.seek(offsets[name])
+            for part in parts:
+                file.write(part.contiguous().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write(output: Path, contents: dict[str, Any], program, tensors, precision: str) -> None:
+    """Write under a temporary name, then put the files in place; leftovers of a killed build are removed."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for stale in output.parent.glob(f".{output.name}.building-*"):
+        if not _alive(int(stale.name.rpartition("-")[2])):
+            shutil.rmtree(stale)
+    graph = graph_tensor(program)
+    need = sum(p.nbytes for _, parts in tensors() for p in parts) + graph.nbytes
+    if (free := shutil.disk_usage(output.parent).free) < need:
+        raise BuildError(
+            f"the engine needs {need / 1e6:.0f} MB, {output.parent} has {free / 1e6:.0f} MB free; free space there or choose "
+            "another --output_dir"
+        )
+    temporary = output.parent / f".{output.name}.building-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        mark = json.dumps(fingerprint(default_device(), precision, 1))
+
+        def everything() -> Iterator[tuple[str, list[torch.Tensor]]]:
+            yield from tensors()
+            yield GRAPH, [graph]
+
+        write_engine_file(temporary / "rank0.engine", everything, {"fingerprint": mark, "format": "pt"})
+        (temporary / "config.json").write_text(json.dumps(contents, indent=4) + "\n")
+        if output.is_dir():
+            for name in ("rank0.engine", "config.json"):
+                os.replace(temporary / name, output / name)
+        else:
+            os.rename(temporary, output)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,148 @@
+"""The engine file: a safetensors container with the weights, the exported graph and a fingerprint.
+
+`rankN.engine` holds the weights under their checkpoint names, the graph (`torch.export`, saved without weights) as a
+tensor of bytes named `graph`, and in the header's metadata a fingerprint of what the engine was built by and for. A
+graph and its kernels are only good for the toolchain, device and precision they were made for, so all of that is
+compared before anything is loaded; a mismatch is refused in the words people meet with TensorRT engines.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_workshop.checkpoint import read_config, require_kind
+from trtllm_workshop.reference.version import VERSION
+
+GRAPH = "graph"
+
+
+class EngineError(RuntimeError):
+    """An engine folder that cannot be loaded here; the text says why and what to do."""
+
+
+def device_architecture(device: torch.device) -> str:
+    """What an engine is built for: `9.0` for a CUDA device of that compute capability, `cpu-x86_64` for a processor."""
+    if device.type == "cuda":
+        return "{}.{}".format(*torch.cuda.get_device_capability(device))
+    return f"cpu-{platform.machine()}"
+
+
+def default_device() -> torch.device:
+    """The first CUDA device if there is one, else the processor."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def fingerprint(device: torch.device, precision: str, world_size: int) -> dict[str, Any]:
+    """What must be the same when an engine is built and when it is loaded."""
+    return {
+        "toolchain": VERSION,
+        "torch": torch.__version__.split("+")[0],
+        "compute": device_architecture(device),
+        "precision": precision,
+        "world_size": world_size,
+    }
+
+
+def check_fingerprint(built: dict[str, Any], here: dict[str, Any], path: Path) -> None:
+    """Compare the fingerprint in an engine with that of this process.
+
+    Raises:
+        EngineError: naming the first difference, both values and the remedy.
+    """
+    if built["toolchain"] != here["toolchain"] or built["torch"] != here["torch"]:
+        sides = [f"{f['toolchain']} (torch {f['torch']})" for f in (here, built)]
+        raise EngineError(
+            "Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed. Version tag does not match. "
+            f"Note: Current Version: {sides[0]}, Serialized Engine Version: {sides[1]}. {path} was built by another "
+            "version; run trtllm-build again with the version you load it with."
+        )
+    if built["compute"] != here["compute"]:
+        raise EngineError(
+            f"The engine plan file is generated on an incompatible device, expecting compute {here['compute']} got compute "
+            f"{built['compute']}, please rebuild. ({path} was built for {built['compute']}; this machine is "
+            f"{here['compute']}. Engines do not travel: run trtllm-build on the machine that will load it.)"
+        )
+    if built["world_size"] != here["world_size"]:
+        raise EngineError(
+            f"Engine world size ({built['world_size']}) != Runtime world size ({here['world_size']}). {path} is split over "
+            f"{built['world_size']} ranks; start that many processes (mpirun -n {built['world_size']} …), or convert and "
+            f"build again with --tp_size {here['world_size']}."
+        )
+
+
+@dataclass
+class Engine:
+    """A loaded engine: call `run` with the packed inputs of one step (see `network.INPUT_NAMES`)."""
+
+    config: dict[str, Any]
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    run: Callable[..., torch.Tensor]
+
+    @property
+    def build_config(self) -> dict[str, Any]:
+        return self.config["build_config"]
+
+    @property
+    def pretrained_config(self) -> dict[str, Any]:
+        return self.config["pretrained_config"]
+
+
+def read_fingerprint(path: Path) -> dict[str, Any]:
+    """The fingerprint in an engine file.
+
+    Raises:
+        EngineError: when the file is not an engine of this toolchain, or is cut off.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {})["fingerprint"])
+    except (SafetensorError, KeyError, OSError) as error:
+        raise EngineError(
+            f"{path} is not a complete engine of the reference toolchain ({type(error).__name__}: {error}). If TensorRT-LLM "
+            "built it, load it with TensorRT-LLM; otherwise run trtllm-build again."
+        ) from error
+
+
+def load_engine(folder: str | Path, device: torch.device | None = None, rank: int = 0) -> Engine:
+    """Check and load `rank{rank}.engine` of an engine folder.
+
+    Raises:
+        WrongFolderKind: for a checkpoint or Hugging Face folder.
+        EngineError: for another version, device, world size, or a damaged file.
+    """
+    from safetensors import safe_open
+
+    folder = Path(folder)
+    require_kind(folder, "engine")
+    config = read_config(folder)
+    path = folder / f"rank{rank}.engine"
+    if not path.is_file():
+        raise EngineError(f"{path} is missing: the engine folder is incomplete. Run trtllm-build again.")
+    device = device or default_device()
+    precision = config["pretrained_config"]["dtype"]
+    version = config.get("version")
+    if version != VERSION:
+        raise EngineError(
+            f"Version tag does not match. Note: Current Version: {VERSION}, Serialized Engine Version: {version} (from "
+            f"{folder / 'config.json'}). Load this engine with TensorRT-LLM {version}, or run trtllm-build again here."
+        )
+    check_fingerprint(read_fingerprint(path), fingerprint(device, precision, 1), path)
+    with safe_open(path, framework="pt") as file:
+        graph = file.get_tensor(GRAPH)
+        # Copied out of the mapped file: aligned memory, and the file may be replaced while the engine is in use.
+        weights = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys() if name != GRAPH}  # noqa: SIM118
+    module = torch.export.load(io.BytesIO(graph.numpy().tobytes())).module()
+    module.load_state_dict(weights, assign=True)
+    return Engine(config, folder, device, getattr(torch, precision), module)

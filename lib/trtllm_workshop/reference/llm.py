@@ -1,0 +1,272 @@
+"""The engine LLM: `tensorrt_llm._tensorrt_engine.LLM` in the subset that the reference implements."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_workshop.checkpoint import classify
+from trtllm_workshop.reference.build import build_engine
+from trtllm_workshop.reference.configs import BuildConfig, official_fields, refuse_unknown
+from trtllm_workshop.reference.engine import load_engine
+from trtllm_workshop.reference.executor import Executor
+from trtllm_workshop.reference.outputs import RequestOutput
+from trtllm_workshop.reference.request import Request
+from trtllm_workshop.reference.sampling_params import SamplingParams, stop_rules
+
+IMPLEMENTED = {
+    "build_config",
+    "kv_cache_config",
+    "gather_generation_logits",
+    "max_batch_size",
+    "max_num_tokens",
+    "max_seq_len",
+    "max_input_len",
+    "pipeline_parallel_size",
+    "enable_tqdm",
+}
+
+
+def read_generation_config(folder: Path | None) -> dict[str, Any] | None:
+    """generation_config.json of a model folder, or None: many models have none, and that is no error."""
+    path = folder / "generation_config.json" if folder else None
+    return json.loads(path.read_text()) if path and path.is_file() else None
+
+
+def load_tokenizer(
+    source: Any, trust_remote_code: bool = False, mode: str = "auto", revision: str | None = None
+) -> tuple[Any, Path | None]:
+    """A tokenizer from a folder, a name or an object, and the folder it lies in.
+
+    Raises:
+        FileNotFoundError: when a folder was meant and has no tokenizer files.
+    """
+    if source is None or not isinstance(source, str | Path):
+        return source, None
+    from transformers import AutoTokenizer
+
+    folder = Path(source)
+    if folder.is_dir() and not any(
+        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer files; pass the Hugging Face model folder as tokenizer (engine and checkpoint folders "
+            "do not carry a tokenizer)"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(source), trust_remote_code=trust_remote_code, use_fast=mode != "slow", revision=revision or "main"
+    )
+    return tokenizer, folder if folder.is_dir() else None
+
+
+class LLM:
+    """Generates text with a TensorRT engine.
+
+    Args:
+        model: an engine folder, a TensorRT-LLM checkpoint folder, or a Hugging Face folder (the last two are converted and
+            built inside `__init__`, in a temporary folder).
+        tokenizer: Hugging Face folder or tokenizer object; by default the model folder, when it is a Hugging Face one.
+        skip_tokenizer_init: no tokenizer; prompts must be token ids then.
+        dtype: precision of the engine when one is built here; `auto` follows the model.
+        kwargs: `build_config`, `kv_cache_config`, `gather_generation_logits`, `max_batch_size`, `max_num_tokens`,
+            `max_seq_len`, `max_input_len`.
+
+    Raises:
+        ValueError: for an argument that is unknown or not implemented.
+        EngineError, WrongFolderKind: for an engine that cannot be loaded here.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: Any = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.args = args = refuse_unknown(
+            "LLM", kwargs, IMPLEMENTED, official_fields("tensorrt_llm._tensorrt_engine.LLM")
+        )
+        if tensor_parallel_size != 1 or args.get("pipeline_parallel_size", 1) != 1:
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size}, pipeline_parallel_size={args.get('pipeline_parallel_size', 1)}: "
+                "the reference toolchain runs engines of one rank; leave both at 1"
+            )
+        self._workspace: tempfile.TemporaryDirectory | None = None
+        folder = Path(model)
+        kind = classify(folder)
+        build: BuildConfig | None = args.get("build_config")
+        if kind == "engine" and build is not None:
+            print("[TRT-LLM] [W] build_config is ignored: the model is an engine that was built already")
+        if tokenizer is None and kind == "hf":
+            tokenizer = folder
+        self.tokenizer, tokenizer_folder = (None, None)
+        if not skip_tokenizer_init:
+            self.tokenizer, tokenizer_folder = load_tokenizer(
+                tokenizer, trust_remote_code, tokenizer_mode, tokenizer_revision
+            )
+        self._generation_config = read_generation_config(tokenizer_folder)
+        engine_folder = folder if kind == "engine" else self._build(folder, kind, dtype, build)
+        self._executor = Executor(load_engine(engine_folder), args.get("kv_cache_config"), args.get("max_batch_size"))
+        self._engine_folder = engine_folder
+        limits = self._executor.engine.build_config
+        for name in ("max_seq_len", "max_input_len", "max_num_tokens"):
+            wanted = args.get(name)
+            if wanted is not None and wanted != limits[name]:
+                print(f"[TRT-LLM] [W] {name}={wanted} is replaced by the engine's own {limits[name]}")
+        print(f"[TRT-LLM] [I] {self._executor.pool_description}")
+        self._next_id = 0
+
+    def _build(self, folder: Path, kind: str, dtype: str, build: BuildConfig | None) -> Path:
+        """Convert if needed and build in a temporary workspace; returns the engine folder."""
+        from trtllm_workshop.reference.convert import convert_checkpoint as convert
+
+        self._workspace = tempfile.TemporaryDirectory(prefix="tllm-workspace-")
+        checkpoint = folder
+        if kind != "checkpoint":
+            checkpoint = Path(self._workspace.name) / "checkpoint"
+            convert(folder, checkpoint, dtype=dtype)
+        limits = {n: self.args[n] for n in ("max_batch_size", "max_seq_len", "max_num_tokens") if self.args.get(n)}
+        config = build or BuildConfig(**limits)
+        if self.args.get("gather_generation_logits"):
+            config = config.model_copy(update={"gather_generation_logits": True})
+        return build_engine(checkpoint, config, Path(self._workspace.name) / "engine")
+
+    @property
+    def workspace(self) -> Path | None:
+        """The temporary folder an engine was built in, or None."""
+        return Path(self._workspace.name) if self._workspace else None
+
+    def generate(
+        self,
+        inputs: str | Sequence[int] | dict | Sequence,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **kwargs: Any,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Generate for one prompt or a list of prompts.
+
+        Args:
+            inputs: text, token ids, {"prompt": …} or {"prompt_token_ids": …}, or a list of these. A flat list of integers
+                is one prompt.
+            sampling_params: one for all, or one per prompt.
+            use_tqdm: show progress; the reference prints none.
+
+        Returns:
+            A RequestOutput for one prompt, a list for a list.
+
+        Raises:
+            ValueError: for a prompt that is empty or too long, or parameters that need another build.
+        """
+        refuse_unknown("LLM.generate", kwargs, set(), official_fields("LLM.generate"))
+        single = isinstance(inputs, str | dict) or (len(inputs) > 0 and isinstance(inputs[0], int))
+        prompts = [inputs] if single else list(inputs)
+        shared = not isinstance(sampling_params, list | tuple)
+        params = [sampling_params or SamplingParams()] * len(prompts) if shared else list(sampling_params)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt")
+        requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
+        try:
+            for request in requests:
+                self._executor.submit(request)
+            while self._executor.busy:
+                self._executor.step()
+        except BaseException:
+            self._executor.abort(requests)
+            raise
+        outputs = [
+            RequestOutput.of(r, p if isinstance(p, str) else None) for r, p in zip(requests, prompts, strict=True)
+        ]
+        return outputs[0] if single else outputs
+
+    def _request(self, prompt: Any, params: SamplingParams) -> Request:
+        """Check one prompt against the engine's limits and make it a request."""
+        ids = self._token_ids(prompt, params)
+        build = self._executor.engine.build_config
+        longest, total = build["max_input_len"], build["max_seq_len"]
+        if not ids:
+            raise ValueError("the prompt is empty (no token ids); give at least one token")
+        vocabulary = self._executor.engine.pretrained_config["vocab_size"]
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise ValueError(
+                f"token id {min(ids) if min(ids) < 0 else max(ids)} is outside the vocabulary of {vocabulary} tokens"
+            )
+        if len(ids) > longest:
+            raise ValueError(
+                f"Prompt length ({len(ids)}) exceeds maximum input length ({longest}) of the engine; shorten the prompt, set "
+                "SamplingParams(truncate_prompt_tokens=…), or build with larger --max_seq_len and --max_num_tokens"
+            )
+        if len(ids) + params.max_tokens > total:
+            raise ValueError(
+                f"The sum of prompt length ({len(ids)}) and max_tokens ({params.max_tokens}) exceeds max_seq_len ({total}) of "
+                f"the engine; ask for at most {total - len(ids)} tokens or build with a larger --max_seq_len"
+            )
+        gathers = self.args.get("gather_generation_logits") or build["gather_generation_logits"]
+        if params.logprobs is not None and not gathers:
+            raise ValueError("SamplingParams(logprobs=…) needs LLM(…, gather_generation_logits=True)")
+        if params.return_generation_logits and not gathers:
+            raise ValueError(
+                "SamplingParams(return_generation_logits=True) needs LLM(…, gather_generation_logits=True)"
+            )
+        if (params.prompt_logprobs is not None or params.return_context_logits) and not build["gather_context_logits"]:
+            raise ValueError(
+                "prompt_logprobs and return_context_logits need an engine built with --gather_context_logits"
+            )
+        if self.tokenizer is None and (params.stop or params.bad):
+            raise ValueError("stop and bad words need a tokenizer; pass LLM(…, tokenizer=HF_FOLDER) or use *_token_ids")
+        if self.tokenizer is None and params.end_id is None:
+            params = params.model_copy(update={"end_id": -1})
+        self._next_id += 1
+        rules = stop_rules(params, self.tokenizer, self._generation_config)
+        return Request(self._next_id, ids, params, rules, self.tokenizer)
+
+    def _token_ids(self, prompt: Any, params: SamplingParams) -> list[int]:
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is an empty text; give at least one character")
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer; pass LLM(…, tokenizer=HF_FOLDER), or give token ids")
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=params.add_special_tokens)
+        if not isinstance(prompt, list | tuple) or not all(isinstance(t, int) for t in prompt):
+            raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
+        ids = list(prompt)
+        return ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
+
+    def save(self, engine_dir: str) -> None:
+        """Copy the engine to a folder, so that it need not be built again.
+
+        Raises:
+            FileExistsError: when the folder already holds something.
+        """
+        import shutil
+
+        if classify(Path(engine_dir)) not in ("missing", "empty"):
+            raise FileExistsError(f"{engine_dir} is not empty; name a new folder")
+        shutil.copytree(self._engine_folder, engine_dir, dirs_exist_ok=True)
+
+    def shutdown(self) -> None:
+        """Free the engine, the KV cache and the temporary workspace. Safe to call twice."""
+        self._executor = None  # type: ignore[assignment]
+        if self._workspace is not None:
+            self._workspace.cleanup()
+            self._workspace = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
