@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shlex
@@ -15,13 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from trtllm_workshop import expected_files
 from trtllm_workshop.command_line import CommandLineError, split_line
 from trtllm_workshop.live_output import Kept, LiveText
 from trtllm_workshop.processes import MemoryPeak, end_group
 
 if TYPE_CHECKING:
+    from trtllm_workshop.advice import Advice
     from trtllm_workshop.toolchain import Toolchain
+
+
+# Command or script -> (ending of the files that it writes per rank, default of its --output_dir).
+_RANK_FILES = {
+    "trtllm-build": (".engine", "engine_outputs"),
+    "convert_checkpoint.py": (".safetensors", "tllm_checkpoint"),
+    "quantize.py": (".safetensors", "exported_model"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,21 +90,19 @@ def run_line(
     folder = Path(cwd) if cwd is not None else Path.cwd()
     if not folder.is_dir():
         raise CommandRefused(f"cwd is {str(folder)!r}, which is not a folder")
-    before = expected_files.snapshot(words, folder)
+    started = time.time()
     result, ending = _run(argv, folder, toolchain.environment({**extra, **assignments}), timeout, quiet, log)
-    problems = [ending] if ending else []
-    if not problems and result.returncode == 0:
-        problems = expected_files.missing(before)
-    if check and (problems or result.returncode != 0):
-        raise CommandFailed(failure_text(words[0], result, problems), result)
+    if check and (ending or result.returncode != 0):
+        raise CommandFailed(failure_text(words[0], result, ending, command), result)
+    if check:
+        missing = missing_files(words, folder, started)
+        if missing:
+            raise CommandFailed(f"{words[0]}: {missing[0].cause}\n  fix: {missing[0].fix}", result)
     return result
 
 
 def _refuse_known_mistakes(words: list[str]) -> None:
-    try:
-        from trtllm_workshop.commands import check_command
-    except ImportError:
-        return
+    from trtllm_workshop.commands import check_command
 
     problems = check_command(shlex.join(words))
     for problem in problems:
@@ -154,7 +161,7 @@ def _run(
     peak = memory.peak_mb
     if not quiet:
         state = "done" if process.returncode == 0 and not ending else "ended"
-        print(f"{state} in {seconds:.1f} s" + (f", peak {peak:,.0f} MB" if peak and peak >= 1 else ""), flush=True)
+        print(closing_line(state, seconds, peak), flush=True)
     return CommandResult(argv, process.returncode, seconds, kept.text(), peak), ending
 
 
@@ -196,6 +203,11 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
+def closing_line(state: str, seconds: float, peak_mb: float | None) -> str:
+    """`done in 12.3 s, peak 812 MB`; the peak is left out when nothing was measured."""
+    return f"{state} in {seconds:.1f} s" + (f", peak {peak_mb:,.0f} MB" if peak_mb and peak_mb >= 1 else "")
+
+
 def _nothing(_: str) -> None:
     pass
 
@@ -210,7 +222,6 @@ def describe_exit(returncode: int) -> str:
     except ValueError:
         return f"exit code {returncode}"
     meaning = {
-        "SIGKILL": "killed from outside; on Linux that is nearly always the system running out of host memory (RAM)",
         "SIGSEGV": "a crash inside native code",
         "SIGABRT": "native code gave up; its reason is in the last lines",
         "SIGBUS": "a mapped file or shared memory was cut short: check the disk and /dev/shm",
@@ -221,19 +232,47 @@ def describe_exit(returncode: int) -> str:
     return f"signal {name}" + (f" ({meaning})" if meaning else "")
 
 
-def failure_text(what: str, result: CommandResult, problems: list[str]) -> str:
+def failure_text(what: str, result: CommandResult, ending: str = "", command: str | None = None) -> str:
     """The message of a failure: first error line, how it ended, what to do, last lines."""
-    try:
-        from trtllm_workshop.advice import advise, first_error
-    except ImportError:
-        return f"{what}: {describe_exit(result.returncode)}\n{result.output[-2000:]}"
+    from trtllm_workshop.advice import first_error
 
     error = first_error(result.output)
-    ended = "; ".join(problems) or describe_exit(result.returncode)
-    head = f"{error}\n{what}: {ended}" if error else f"{what}: {ended}"
-    evidence = result.output if not problems else result.output + "\n" + "\n".join(problems)
-    lines = [head, *(f"cause: {item.cause}\n  fix: {item.fix}" for item in advise(evidence, result.returncode))]
+    lines = [error] if error else []
+    # A process that was ended from here says nothing by its exit status.
+    returncode = None if ending else result.returncode
+    lines += [f"{what}: {ending or describe_exit(result.returncode)}"]
+    lines += advice_lines(result.output, returncode, command)
     last = [line for line in result.output.splitlines() if line.strip()][-5:]
     if last and last != [error]:
         lines += ["last lines of the output:", *(f"  {line}" for line in last)]
     return "\n".join(lines)
+
+
+def advice_lines(text: str, returncode: int | None = None, command: str | None = None) -> list[str]:
+    """Cause and fix for every known error in `text`."""
+    from trtllm_workshop.advice import advise
+
+    return [f"cause: {item.cause}\n  fix: {item.fix}" for item in advise(text, returncode, command)]
+
+
+def missing_files(words: list[str], cwd: Path, started: float) -> list[Advice]:
+    """What a command that reported success has not written: its writer may have been killed late (P54)."""
+    from trtllm_workshop.advice import check_artifacts
+
+    writer = next((_RANK_FILES[Path(word).name] for word in words if Path(word).name in _RANK_FILES), None)
+    if writer is None or {"-h", "--help", "--version"} & set(words) or "hf" in words:
+        return []
+    suffix, folder = writer
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--output_dir"):
+            folder = word.partition("=")[2] or following
+    return check_artifacts(cwd / folder, started, _world_size(cwd / folder), suffix)
+
+
+def _world_size(folder: Path) -> int:
+    """The number of ranks that config.json promises; one when it does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return max(1, int(config.get("pretrained_config", config)["mapping"]["world_size"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtllm_workshop.command_line import CommandLineError, split_line
+from trtllm_workshop.reference.version import VERSION as REFERENCE_VERSION
 
 if TYPE_CHECKING:
     from trtllm_workshop.session import PythonSession
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 NAMES = ("auto", "tensorrt_llm", "reference")
 REFERENCE = Path(__file__).resolve().parent / "reference"
-REFERENCE_VERSION = "1.2.1+reference"
 # What a Jupyter kernel sets for itself and a child must not inherit: a plotting backend that only works inside the
 # kernel, and colour codes that end up in logs.
 _KERNEL_ONLY = ("MPLBACKEND", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHONHOME", "PYTHONSTARTUP")
@@ -40,7 +39,7 @@ class Toolchain:
     bin_dirs: tuple[Path, ...]
     examples: Path
     pythonpath: tuple[Path, ...] = ()
-    reason: str = ""
+    reason: str = field(default="", compare=False)
     extra_environment: dict[str, str] = field(default_factory=dict)
     _session: PythonSession | None = field(default=None, repr=False, compare=False)
 
@@ -150,12 +149,18 @@ class Toolchain:
         """What a `%%toolchain` cell does, for plain Python: run `code` in the child and return the named results."""
         return self.session.run(code, inputs or {}, outputs)
 
+    def take_session(self, other: Toolchain) -> None:
+        """Go on with the running child of `other` when it is the same toolchain; otherwise end that child."""
+        if other == self:
+            self._session, other._session = other._session, None
+        else:
+            other.close()
+
     def close(self) -> None:
         """End the child interpreter and everything that it started."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            with contextlib.suppress(ProcessLookupError):
-                session.close()
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
 
 def reference_toolchain(reason: str) -> Toolchain:
