@@ -33,8 +33,8 @@ def blank_magics(source: str) -> str:
     for number, line in enumerate(lines):
         bare = line.lstrip()
         if continued or bare.startswith(("%", "!")):
+            lines[number] = "" if continued or bare.startswith("%%") else line[: len(line) - len(bare)] + "pass"
             continued = line.rstrip().endswith("\\")
-            lines[number] = "" if bare.startswith("%%") else line[: len(line) - len(bare)] + "pass"
     return "\n".join(lines)
 
 
@@ -151,10 +151,20 @@ def _check_call(node: ast.Call, signature: Signature) -> Iterator[Problem]:
     if missing and not starred:
         yield error(f"{where}{short}() needs {', '.join(missing)}", f"pass {missing[0]}=…")
     if signature.name == "SamplingParams":
-        literals = {k.arg: k.value.value for k in node.keywords if k.arg and isinstance(k.value, ast.Constant)}
-        known = {name: value for name, value in literals.items() if name in signature.parameters}
-        for problem in [] if starred or len(literals) < len(node.keywords) else check_sampling(**known):
+        for problem in [] if starred else _check_sampling_literals(node, signature):
             yield Problem(problem.severity, where + problem.message, problem.fix)
+
+
+def _check_sampling_literals(node: ast.Call, signature: Signature) -> list[Problem]:
+    """Checks of the values; a value that is only known in the run leaves all of them to the run."""
+    values = {}
+    for keyword in node.keywords:
+        try:
+            if keyword.arg in signature.parameters:
+                values[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            return []
+    return check_sampling(**values)
 
 
 def _check_keyword(where: str, short: str, keyword: str, signature: Signature) -> Iterator[Problem]:
