@@ -285,7 +285,7 @@ def _still_good(entry: Entry, notebook: Notebook, values: Mapping[str, Any], wor
 
 
 def check(number: str, workspace: Workspace) -> list[str]:
-    """Looks again at what lesson ``number`` left: its record says ok, and every file it made is unchanged. [] when so."""
+    """Looks again at what lesson ``number`` left: its record says ok and its files are unchanged: []."""
     path = workspace.results / f"{number}.json"
     problem = run_status.checkpoint_problem(path, "1970-01-01T00:00:00+00:00")
     if problem:
@@ -299,7 +299,7 @@ def check(number: str, workspace: Workspace) -> list[str]:
 def catch_up(
     notebooks: Sequence[Notebook], number: str, options: Options, workspace: Workspace
 ) -> tuple[int, list[Entry]]:
-    """Runs those notebooks before ``number`` whose checkpoint does not hold; in the smoke profile unless one is given."""
+    """Runs those notebooks before ``number`` whose checkpoint does not hold, in the smoke profile by default."""
     missing = [nb for nb in notebooks if nb.number < number and not _holds(nb, options.model, workspace)]
     if not missing:
         return 0, []

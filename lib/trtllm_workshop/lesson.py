@@ -20,10 +20,12 @@ from trtllm_workshop import exercise as exercises
 from trtllm_workshop import parameters
 from trtllm_workshop.figure_store import store_figure
 from trtllm_workshop.record import Record, finite, summarise
+from trtllm_workshop.shell import ShownError
 from trtllm_workshop.showing import Table, number, present
 
 if TYPE_CHECKING:
-    from trtllm_workshop.toolchain import CommandResult, Toolchain
+    from trtllm_workshop.shell import CommandResult
+    from trtllm_workshop.toolchain import Toolchain
     from trtllm_workshop.workspace import Workspace
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -31,18 +33,11 @@ DEFAULT_GPU_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 HEADLESS_VARIABLE = "TRTLLM_WORKSHOP_HEADLESS"  # the runner sets it for the kernels that it starts
 
 
-class QuietError(Exception):
-    """An error whose message is the whole lesson: a notebook shows it without a stack of library frames."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
-
-
-class CheckpointFailed(QuietError):
+class CheckpointFailed(ShownError):
     """Something that the lesson should have made is missing or wrong; the text lists every miss with its advice."""
 
 
-class MissingPrerequisite(QuietError):
+class MissingPrerequisite(ShownError):
     """An earlier lesson's result is not there; the text names it and the command that makes it."""
 
 
@@ -70,49 +65,43 @@ def begin(
     root = parameters.work_folder(work_dir)
     checked = {key: parameters.typed(key, value, kind) for key, (value, kind) in (values or {}).items()}
 
+    from trtllm_workshop import machine
     from trtllm_workshop import toolchain as toolchains
     from trtllm_workshop.workspace import Workspace
 
-    chosen = toolchains.choose(wanted)
+    here = machine.detect(root)
+    chosen = toolchains.choose(wanted, here, work_dir=root, quiet=True)
     toolchains.register_magics(chosen)
     name = name or (DEFAULT_GPU_MODEL if chosen.name == "tensorrt_llm" else DEFAULT_MODEL)
-    return Lesson(number, chosen, Workspace(root), name, mode, checked)
-
-
-def machine_facts() -> dict[str, Any]:
-    """The machine as plain data for the record, with its one-line ``summary``."""
-    import platform
-
-    return {"summary": f"{platform.machine()}, {os.cpu_count()} CPU cores, {platform.system()} {platform.release()}"}
+    return Lesson(number, chosen, Workspace(root), name, mode, checked, here.to_dict())
 
 
 class Lesson:
     """One run of one notebook. Attributes: number, toolchain, workspace, model, profile, smoke, headless, values."""
 
     def __init__(
-        self, number: str, toolchain: Toolchain, workspace: Workspace, model: str, profile: str, values: dict[str, Any]
+        self,
+        number: str,
+        toolchain: Toolchain,
+        workspace: Workspace,
+        model: str,
+        profile: str,
+        values: dict[str, Any],
+        machine: dict[str, Any],
     ):
         self.number, self.toolchain, self.workspace, self.model = number, toolchain, workspace, model
         self.profile, self.smoke, self.values = profile, profile == "smoke", values
         self.headless = bool(os.environ.get(HEADLESS_VARIABLE))
-        machine = machine_facts()
-        context = {
-            "profile": profile,
-            "toolchain": {
-                "name": toolchain.name,
-                "version": toolchain.version,
-                "reason": toolchain.reason,
-                "python": str(toolchain.python),
-            },
-            "model": {"name": model, "source": ""},
-            "machine": machine,
-            "values": values,
+        chosen = {key: str(getattr(toolchain, key)) for key in ("name", "version", "reason", "python")}
+        context = {"profile": profile, "toolchain": chosen, "model": {"name": model, "source": ""}}
+        self.record = Record(number, {**context, "machine": machine, "values": values})
+        rows = {
+            "Toolchain": f"{toolchain.name} {toolchain.version} ({toolchain.reason})",
+            "Model": model,
+            "Work folder": f"{workspace.root}  (profile {profile})",
+            "Machine": machine["summary"],
         }
-        self.record = Record(number, context)
-        print(
-            f"Lesson {number} · {toolchain.name} {toolchain.version} · profile {profile} · {model}\n"
-            f"Work folder {workspace.root}\nMachine     {machine['summary']}"
-        )
+        print("\n".join([f"Lesson {number}", *(f"  {key:<12} {value}" for key, value in rows.items())]))
 
     # Folders and commands
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_workshop.lesson import HEADLESS_VARIABLE
+from trtllm_workshop.processes import MemoryPeak
 from trtllm_workshop.run_child import KERNEL
 
 MARK = "TRTLLM_WORKSHOP_RUN"  # every process of one notebook carries it, also those that left its process tree
@@ -112,10 +113,12 @@ def _follow(
 ) -> None:
     pending, ended = b"", False
     os.set_blocking(events.fileno(), False)
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, MemoryPeak(process.pid) as memory:
         selector.register(events, selectors.EVENT_READ)
         while True:
-            if selector.select(POLL_SECONDS):
+            ready = selector.select(POLL_SECONDS)
+            outcome.peak_memory_mb = memory.peak_mb or 0.0
+            if ready:
                 chunk = events.read() or b""
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
@@ -123,7 +126,6 @@ def _follow(
                 if ended or not chunk:  # finished, or the writer is gone
                     break
             outcome.seconds = time.monotonic() - started
-            outcome.peak_memory_mb = max(outcome.peak_memory_mb, tree_memory_mb(process.pid))
             progress(outcome)
             if timeout is not None and outcome.seconds > timeout and not ended:
                 outcome.status = "timed out"
@@ -147,23 +149,6 @@ def _note(event: dict[str, Any], outcome: Outcome) -> bool:
         outcome.status, outcome.error = event["status"], event["error"]
         return True
     return False
-
-
-def tree_memory_mb(pid: int) -> float:
-    """Memory of a process and all it started in MB: proportional set size, so shared pages count once."""
-    import psutil
-
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                try:
-                    memory = process.memory_full_info()
-                except psutil.AccessDenied:
-                    memory = process.memory_info()
-                total += getattr(memory, "pss", getattr(memory, "uss", memory.rss))
-    return total / 1e6
 
 
 def end_processes(process: subprocess.Popen[bytes], mark: str, patience: float) -> list[str]:

@@ -26,7 +26,7 @@ _PAPERMILL_MARK = "papermill-error-cell-tag"
 
 @dataclass
 class Entry:
-    """One notebook in ``work/results/run.json``. In ``error``: ``cell`` counts code cells from 1, ``index`` all from 0."""
+    """One notebook in ``work/results/run.json``; in ``error``, ``cell`` counts code cells, ``index`` all from 0."""
 
     number: str
     name: str
@@ -79,7 +79,7 @@ def find_problem(
 ) -> dict[str, Any] | None:
     """The first reason why an executed notebook does not count as run to its end, or None.
 
-    papermill takes a SystemExit for success and skipped cells for none of its business, so the evidence is read from the
+    papermill takes a SystemExit for success and does not look for skipped cells, so the evidence is read from the
     notebook itself: an execution count in every code cell, no error output, and the cell with the parameters.
     """
     cells = code_cells(executed)
@@ -89,9 +89,7 @@ def find_problem(
                 name, message = output["ename"], output["evalue"]
                 advice = advise(f"{name}: {message}")
                 if name == "SystemExit":
-                    message = (
-                        f"the cell stopped the notebook with SystemExit({message}), so the cells below it did not run"
-                    )
+                    message = f"the cell left the notebook by SystemExit({message}); those below it did not run"
                     advice = "Let the cell raise an error that says what is wrong, or use if/else instead of leaving."
                 return _problem(executed, index, position, name, message, advice)
         if cell.get("execution_count") is None:
@@ -126,7 +124,7 @@ def checkpoint_problem(results: Path, started: str) -> str:
     except (ValueError, KeyError, TypeError) as error:
         return f"{results} cannot be read as a lesson's record: {type(error).__name__}: {error}"
     if finished < datetime.fromisoformat(started):
-        return f"{results.name} is from an earlier run ({record['finished']}), so this run did not reach lesson.checkpoint()"
+        return f"{results.name} is from an earlier run ({record['finished']}); this one reached no checkpoint"
     if status != "ok":
         return f"{results.name} says {status!r}: " + "; ".join(c["name"] for c in record["checks"] if not c["ok"])
     return ""
@@ -152,9 +150,8 @@ def failure_text(entry: Entry) -> str:
     if message or name:
         lines += [f"  {line}" for line in f"{name}: {message}".splitlines()[:25]]
     if error.get("advice"):
-        lines += [
-            f"  What to do: {line}" if i == 0 else f"    {line}" for i, line in enumerate(error["advice"].splitlines())
-        ]
+        first, *rest = error["advice"].splitlines()
+        lines += [f"  What to do: {first}", *(f"    {line}" for line in rest)]
     lines += [
         f"  {label}: {path}" for label, path in (("Partial notebook", entry.executed), ("Log", entry.log)) if path
     ]
