@@ -1,0 +1,7 @@
+"""Every picture that the course draws: functions that take plain numbers and return a matplotlib figure."""
+
+from __future__ import annotations
+
+from trtllm_workshop.figures import style
+
+__all__ = ["style"]
