@@ -66,7 +66,7 @@ def no_smi(argv):
 
 def test_nvml_fields_are_read_one_by_one():
     nvml = FakeNvml(
-        card("NVIDIA H100 80GB HBM3", 80, (9, 0), MigMode=(1, 1), UUID="GPU-1"),
+        card("NVIDIA H100 80GB HBM3", 80, (9, 0), MigMode=(1, 1)),
         {"Name": b"NVIDIA GB10", "CudaComputeCapability": (12, 1), "MemoryInfo": RuntimeError("Not Supported")},
         {"Name": RuntimeError("GPU is lost"), "MemoryInfo": SimpleNamespace(total=0, free=0)},
     )

@@ -12,7 +12,7 @@ from trtllm_workshop import nvidia_smi
 from trtllm_workshop.gpu import memory_fit
 from trtllm_workshop.machine import detect, machine_line
 
-HEADER = "index, name, memory.total [MiB], memory.free [MiB], compute_cap, mig.mode.current, driver_version, uuid\n"
+HEADER = "index, name, memory.total [MiB], memory.free [MiB], compute_cap, mig.mode.current, driver_version\n"
 TABLE = "Tue Mar  3 10:00:00 2026\n| NVIDIA-SMI {0}   Driver Version: {0}   CUDA Version: {1} |\n"
 
 
@@ -45,9 +45,9 @@ def test_P01_a_missing_value_costs_only_itself():
 
 def test_P01_one_bad_row_does_not_lose_the_other_gpus():
     rows = [
-        "0, NVIDIA A100-SXM4-40GB, 40960 MiB, 40000 MiB, 8.0, Disabled, 580.65.06, GPU-a",
-        "1, NVIDIA A100-SXM4-40GB, [Unknown Error], ERR!, [N/A], [N/A], 580.65.06, [GPU is lost]",
-        "2, NVIDIA A100-SXM4-40GB, 40960 MiB, 39000 MiB, 8.0, Enabled, 580.65.06, GPU-c",
+        "0, NVIDIA A100-SXM4-40GB, 40960 MiB, 40000 MiB, 8.0, Disabled, 580.65.06",
+        "1, NVIDIA A100-SXM4-40GB, [Unknown Error], ERR!, [N/A], [N/A], 580.65.06",
+        "2, NVIDIA A100-SXM4-40GB, 40960 MiB, 39000 MiB, 8.0, Enabled, 580.65.06",
     ]
     gpus = nvidia_smi.parse_query(HEADER + "\n".join(rows))
     assert [gpu.index for gpu in gpus] == [0, 1, 2]
@@ -58,7 +58,7 @@ def test_P01_one_bad_row_does_not_lose_the_other_gpus():
 
 def test_P03_unified_memory_is_unknown_and_not_zero(fake_smi):
     fake_smi(
-        text(HEADER + "0, NVIDIA GB10, [N/A], [N/A], 12.1, [N/A], 580.95.05, GPU-x"),
+        text(HEADER + "0, NVIDIA GB10, [N/A], [N/A], 12.1, [N/A], 580.95.05"),
         text(TABLE.format("580.95.05", "13.0")),
     )
     machine = detect(nvml=lambda: None)
@@ -97,14 +97,14 @@ def test_P05_other_failures_are_named(fake_smi, code, said, expected):
 
 
 def test_a_corrupted_inforom_is_a_warning_and_the_table_counts(fake_smi):
-    rows = HEADER + "0, Tesla T4, 15360 MiB, 15000 MiB, 7.5, [N/A], 550.54.15, GPU-t"
+    rows = HEADER + "0, Tesla T4, 15360 MiB, 15000 MiB, 7.5, [N/A], 550.54.15"
     fake_smi(text(rows + "\nWARNING: infoROM is corrupted at gpu 0000:00:1E.0") + "exit 14")
     assert [gpu.name for gpu in nvidia_smi.query().gpus] == ["Tesla T4"]
 
 
 def test_P07_one_line_per_gpu(fake_smi):
-    rows = "0, NVIDIA L4, 23034 MiB, 22000 MiB, 8.9, [N/A], 580.65.06, GPU-a\n"
-    rows += "1, NVIDIA A10, 24564 MiB, 24000 MiB, 8.6, [N/A], 580.65.06, GPU-b"
+    rows = "0, NVIDIA L4, 23034 MiB, 22000 MiB, 8.9, [N/A], 580.65.06\n"
+    rows += "1, NVIDIA A10, 24564 MiB, 24000 MiB, 8.6, [N/A], 580.65.06"
     fake_smi(text(HEADER + rows), text(TABLE.format("580.65.06", "13.0")))
     machine = detect(nvml=lambda: None)
     assert [gpu.name for gpu in machine.gpus] == ["NVIDIA L4", "NVIDIA A10"]
@@ -114,8 +114,8 @@ def test_P07_one_line_per_gpu(fake_smi):
 
 def test_a_field_that_an_old_driver_does_not_know_is_left_out(fake_smi):
     refusal = 'echo "Field \\"compute_cap\\" is not a valid field to query."; exit 2'
-    rows = "index, name, memory.total [MiB], memory.free [MiB], mig.mode.current, driver_version, uuid\n"
-    rows += "0, Tesla V100-SXM2-32GB, 32510 MiB, 32000 MiB, [N/A], 450.51.06, GPU-v"
+    rows = "index, name, memory.total [MiB], memory.free [MiB], mig.mode.current, driver_version\n"
+    rows += "0, Tesla V100-SXM2-32GB, 32510 MiB, 32000 MiB, [N/A], 450.51.06"
     fake_smi(f'case "$1" in *compute_cap*) {refusal};; *) {text(rows)};; esac')
     (gpu,) = nvidia_smi.query().gpus
     assert (gpu.name, gpu.compute_capability, gpu.memory_total_mib) == ("Tesla V100-SXM2-32GB", None, 32510)

@@ -26,7 +26,6 @@ class Gpu:
     compute_capability: str | None = None
     mig: bool | None = None
     driver_version: str | None = None
-    uuid: str | None = None
 
     def describe(self) -> str:
         """Name, memory in GiB and compute capability, with "unknown" where the driver is silent."""
@@ -124,7 +123,6 @@ def _read_one(nvml: Any, index: int, driver: str | None) -> Gpu | None:
         compute_capability=f"{capability[0]}.{capability[1]}" if capability else None,
         mig=bool(mig[0]) if mig else None,
         driver_version=driver,
-        uuid=_text(_ask(nvml, "nvmlDeviceGetUUID", handle)),
     )
 
 

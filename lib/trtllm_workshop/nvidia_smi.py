@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trtllm_workshop.gpu import Gpu, GpuReport, explain
 
-FIELDS = ("index", "name", "memory.total", "memory.free", "compute_cap", "mig.mode.current", "driver_version", "uuid")
+FIELDS = ("index", "name", "memory.total", "memory.free", "compute_cap", "mig.mode.current", "driver_version")
 WSL_PATH = "/usr/lib/wsl/lib/nvidia-smi"  # where Windows puts it; not on PATH in every shell
 TIMEOUT_SECONDS = 20  # a broken driver can make nvidia-smi hang
 INFOROM_CORRUPTED = 14  # a warning: the table printed beside it is complete
@@ -120,7 +120,6 @@ def parse_query(text: str, fields: Sequence[str] = FIELDS) -> list[Gpu]:
                 compute_capability=_capability(row.get("compute_cap")),
                 mig=None if mig is None else mig.lower() == "enabled",
                 driver_version=value(row.get("driver_version")),
-                uuid=value(row.get("uuid")),
             )
         )
     return gpus
