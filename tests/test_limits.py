@@ -31,8 +31,8 @@ def test_P49_the_models_limit_is_stretched_by_its_rotary_factor(scaling, expecte
 def test_P51_new_tokens_are_clamped_and_long_prompts_refused():
     assert effective_new_tokens(127, 1, 128) == (1, False, "")
     clamped = effective_new_tokens(100, 64, 128)
-    assert clamped.count == 28 and clamped.clamped and "64" in clamped.message and "28" in clamped.message
-    assert effective_new_tokens(127, 64, 128).count == 1
+    assert clamped.allowed == 28 and clamped.clamped and "64" in clamped.message and "28" in clamped.message
+    assert effective_new_tokens(127, 64, 128).allowed == 1
     for prompt in (128, 129):
         with pytest.raises(PromptTooLong, match=rf"{prompt} tokens.*128"):
             effective_new_tokens(prompt, 1, 128)

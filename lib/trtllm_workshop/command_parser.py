@@ -45,7 +45,8 @@ def converter(flag: Flag) -> Callable[[str], Any]:
     """The function that turns the flag's text into its value (str, int, float or bool)."""
     if flag.type == "int":
         return int if flag.minimum is None else _at_least(flag.minimum)
-    return {"float": float, "bool": text_to_bool}.get(flag.type, str)
+    table: dict[str, Callable[[str], Any]] = {"float": float, "bool": text_to_bool}
+    return table.get(flag.type, str)
 
 
 class _Refuse(argparse.Action):
@@ -121,17 +122,17 @@ def _add_refused(parser: argparse.ArgumentParser, flag: Flag) -> None:
     if flag.positional:
         return
     nargs = 0 if flag.is_switch else flag.nargs
-    kind = None if flag.is_switch else converter(flag)
+    kind = {} if flag.is_switch else {"type": converter(flag)}
     parser.add_argument(
         *flag.spellings,
         action=_Refuse,
         flag=flag,
         nargs=nargs,
-        type=kind,
         const=flag.const,
         dest=argparse.SUPPRESS,
         default=argparse.SUPPRESS,
         help=argparse.SUPPRESS,
+        **kind,
     )
 
 

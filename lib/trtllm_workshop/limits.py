@@ -29,7 +29,7 @@ class Limit:
 class NewTokens(NamedTuple):
     """How many tokens a request may generate, and what to tell the user when that is fewer than asked."""
 
-    count: int
+    allowed: int
     clamped: bool
     message: str
 

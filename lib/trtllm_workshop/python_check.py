@@ -157,10 +157,10 @@ def _check_call(node: ast.Call, signature: Signature) -> Iterator[Problem]:
 
 def _check_sampling_literals(node: ast.Call, signature: Signature) -> list[Problem]:
     """Checks of the values; a value that is only known in the run leaves all of them to the run."""
-    values = {}
+    values: dict[str, object] = {}
     for keyword in node.keywords:
         try:
-            if keyword.arg in signature.parameters:
+            if keyword.arg is not None and keyword.arg in signature.parameters:
                 values[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:
             return []
