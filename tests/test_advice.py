@@ -85,6 +85,15 @@ def test_P56_every_flag_of_argparse_list_gets_its_stage():
     assert unrecognized_arguments("prog: error: unrecognized arguments: \n") == ("prog", [])
 
 
+def test_P46_the_remedy_of_a_reference_command_is_passed_on(capsys):
+    from trtllm_workshop.commands import command_parser
+
+    with pytest.raises(SystemExit):
+        command_parser("trtllm-build", ["max_input_len"]).parse_args(["--max_input_len", "9", "--max_output_len=3"])
+    text = advice(capsys.readouterr().err, "P46", 2)
+    assert "does not know --max_output_len" in text and text.endswith("write --max_seq_len 12 (9 + 3)")
+
+
 def test_P48_the_shell_ran_half_of_the_command():
     done = subprocess.run(["bash", "-c", "true \\ \n --max_seq_len 64"], capture_output=True, text=True)
     assert "--max_seq_len" in advice(done.stderr, "P48", done.returncode) and done.returncode == 127

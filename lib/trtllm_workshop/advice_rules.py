@@ -35,6 +35,11 @@ def _recorded(program: str, command: str | None) -> Command | None:
 
 def arguments_of_another_stage(context: Context) -> Advice | None:
     """P46, P56: argparse lists flags that were removed or belong to another command."""
+    explained = re.search(r"([\w.-]+): error: unrecognized arguments: (--[\w-]+)(?:=\S*)?: ([^\n]+)", context.text)
+    if explained:  # a reference command, which says the remedy itself
+        program, flag, remedy = explained.groups()
+        row = "P46" if flag == "--max_output_len" else "P56"
+        return Advice(f"{program} does not know {flag}", remedy, row)
     found = unrecognized_arguments(context.text)
     if found is None:
         return None
