@@ -12,9 +12,11 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from trtllm_workshop import course, run_status
+from trtllm_workshop import course, run_process, run_status
+from trtllm_workshop.artifacts import describe
 from trtllm_workshop.course import Options
 from trtllm_workshop.parameters import ParameterProblem
+from trtllm_workshop.record import Record, now
 from trtllm_workshop.workspace import Workspace
 
 PARAMETERS = (
@@ -55,6 +57,13 @@ def make(tmp_path: Path) -> Make:
     return write
 
 
+def record(number: str, workspace: Workspace, ok: bool = True, artifacts: dict | None = None) -> None:
+    """What lesson.checkpoint() leaves."""
+    made = Record(number, {"profile": "smoke", "model": {"name": "", "source": ""}}, artifacts=artifacts or {})
+    made.checks["made"] = {"name": "made", "ok": ok, "advice": "make it"}
+    made.write(workspace.results / f"{number}.json", "ok" if ok else "failed")
+
+
 def run(workspace: Workspace, *wanted: str, **options: object) -> tuple[int, list[course.Entry]]:
     folder = workspace.root.parent / "notebooks"
     return course.run(course.select(folder, wanted), Options(**options), workspace)  # type: ignore[arg-type]
@@ -65,6 +74,7 @@ def outputs(workspace: Workspace, name: str) -> str:
     return "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
 
 
+@pytest.mark.slow
 def test_a_run_passes_with_values_of_the_right_type_in_the_running_interpreter(
     make: Make, workspace: Workspace, capsys
 ) -> None:
@@ -86,6 +96,7 @@ def test_a_run_passes_with_values_of_the_right_type_in_the_running_interpreter(
     assert [row["status"] for row in state["notebooks"]] == ["passed"]
 
 
+@pytest.mark.slow
 def test_a_notebook_that_stops_early_fails_and_the_next_is_not_run(make: Make, workspace: Workspace, capsys) -> None:
     make("00_first", "x = 1\nraise ValueError('the shard is gone')", "print('never')")
     make("01_second")
@@ -99,6 +110,7 @@ def test_a_notebook_that_stops_early_fails_and_the_next_is_not_run(make: Make, w
     assert (workspace.executed / "00_first.ipynb").is_file()
 
 
+@pytest.mark.slow
 def test_keep_going_runs_the_others_and_still_fails(make: Make, workspace: Workspace) -> None:
     make("00_first", "1 / 0")
     make("01_second")
@@ -106,37 +118,55 @@ def test_keep_going_runs_the_others_and_still_fails(make: Make, workspace: Works
     assert code == 1 and [entry.status for entry in entries] == ["failed", "passed"]
 
 
-@pytest.mark.parametrize("leave", ["raise SystemExit", "import sys; sys.exit(0)"])
-def test_leaving_by_systemexit_is_not_a_success(make: Make, workspace: Workspace, leave: str) -> None:
-    make("00_first", leave, "print('below')")
+@pytest.mark.slow
+def test_leaving_by_systemexit_is_not_a_success(make: Make, workspace: Workspace) -> None:
+    make("00_first", "import sys; sys.exit(0)", "print('below')")
     code, (entry,) = run(workspace)
-    assert code == 1 and entry.status in ("failed", "kernel died")
-    assert entry.cells_run < entry.cells
+    assert code == 1 and entry.status == "failed" and entry.cells_run == 2 < entry.cells
+    assert entry.error is not None and (entry.error["name"], entry.error["index"]) == ("SystemExit", 2)
 
 
-def test_a_cell_skipped_by_its_tag_is_found(make: Make, workspace: Workspace) -> None:
-    path = make("00_first", "print('skipped')")
-    notebook = nbformat.read(path, as_version=4)
-    notebook.cells[2].metadata["tags"] = ["skip-execution"]
-    nbformat.write(notebook, path)
-    code, (entry,) = run(workspace)
-    assert code == 1 and entry.error is not None
-    assert (entry.error["name"], entry.error["index"]) == ("NotExecuted", 2)
+def test_cells_that_did_not_run_are_found_in_the_executed_copy(make: Make) -> None:
+    source = nbformat.read(make("00_first", "1", ""), as_version=4)
+    executed = nbformat.from_dict(source)
+    count = 0
+    for cell in executed.cells:
+        if cell.cell_type == "code" and cell.source:
+            cell.execution_count = count = count + 1
+    assert run_status.find_problem(executed, source, {}) is None
+    missing = run_status.find_problem(executed, source, {"profile": "smoke"})
+    assert missing is not None and "parameters were not injected" in missing["message"]
+    executed.cells[2].execution_count = None  # as papermill leaves a cell with the tag skip-execution
+    skipped = run_status.find_problem(executed, source, {})
+    assert skipped is not None and (skipped["name"], skipped["index"], skipped["cell"]) == ("NotExecuted", 2, 2)
+    executed.cells = executed.cells[:2]
+    cut = run_status.find_problem(executed, source, {})
+    assert cut is not None and "2 code cells fewer" in cut["message"]
 
 
+@pytest.mark.slow
 def test_a_notebook_without_its_checkpoint_fails_also_when_an_old_record_is_there(
     make: Make, workspace: Workspace
 ) -> None:
-    make("00_first")
-    assert run(workspace)[0] == 0
+    record("00", workspace)
     make("00_first", "print('no end')", checkpoint=False)
     code, (entry,) = run(workspace)
     assert code == 1 and entry.error is not None and "earlier run" in entry.error["message"]
-    (workspace.results / "00.json").unlink()
-    code, (entry,) = run(workspace)
-    assert code == 1 and entry.error is not None and "was not written" in entry.error["message"]
 
 
+def test_a_record_proves_a_checkpoint_only_when_it_is_whole_new_and_ok(workspace: Workspace) -> None:
+    path, before = workspace.results / "00.json", now()
+    assert "was not written" in run_status.checkpoint_problem(path, before)
+    record("00", workspace)
+    assert run_status.checkpoint_problem(path, before) == ""
+    assert "earlier run" in run_status.checkpoint_problem(path, now())
+    record("00", workspace, ok=False)
+    assert run_status.checkpoint_problem(path, before) == "00.json says 'failed': made"
+    path.write_text('{"finished": ')
+    assert "cannot be read" in run_status.checkpoint_problem(path, before)
+
+
+@pytest.mark.slow
 def test_P124_a_killed_kernel_is_named_and_the_partial_notebook_is_kept(
     make: Make, workspace: Workspace, capsys
 ) -> None:
@@ -149,30 +179,51 @@ def test_P124_a_killed_kernel_is_named_and_the_partial_notebook_is_kept(
     assert "KERNEL DIED  00_first, code cell 4 of 6" in shown and "ran out of memory" in shown
 
 
-def test_a_timeout_ends_the_notebook_and_what_it_started_but_nothing_else(make: Make, workspace: Workspace) -> None:
+@pytest.mark.slow
+def test_a_timeout_is_told_apart_from_a_failure(make: Make, workspace: Workspace, capsys) -> None:
+    make("00_first", "while True: pass")
+    code, (entry,) = run(workspace, timeout=4)
+    assert code == 1 and entry.status == "timed out"
+    assert entry.error is not None and "longer than 4 s" in entry.error["message"]
+    shown = capsys.readouterr().out
+    assert "TIMED OUT  00_first" in shown and "--timeout SECONDS" in shown
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_what_the_notebook_started_and_nothing_else(make: Make, workspace: Workspace) -> None:
+    workspace.root.mkdir()
+    starter = (
+        "import subprocess, sys\nfrom pathlib import Path\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        f"Path({str(workspace.root)!r}, 'child').write_text(str(child.pid))\n"
+        "while True: pass"
+    )
+    path, note = make("00_first", starter), workspace.root / "child"
+    job = {
+        "notebook": str(path),
+        "output": str(workspace.root / "out.ipynb"),
+        "parameters": {},
+        "cwd": str(path.parent),
+    }
+
+    def interrupt_when_started(outcome: run_process.Outcome) -> None:
+        if note.is_file() and note.read_text():
+            raise KeyboardInterrupt
+
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        starter = (
-            "import subprocess, sys\nfrom pathlib import Path\n"
-            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-            "Path(work_dir, 'child').write_text(str(child.pid))"
-        )
-        make(
-            "00_first",
-            "Path = __import__('pathlib').Path; Path(work_dir).mkdir(exist_ok=True)",
-            starter,
-            "while True: pass",
-        )
-        code, (entry,) = run(workspace, timeout=12)
-        assert code == 1 and entry.status == "timed out"
-        assert entry.error is not None and entry.error["index"] == 4 and "--timeout" in entry.error["advice"]
-        assert not psutil.pid_exists(int((workspace.root / "child").read_text()))
+        kernel = run_process.write_kernel(workspace.root / "kernel")
+        with pytest.raises(KeyboardInterrupt):
+            run_process.run_notebook(job, kernel, workspace.root / "log", 300, interrupt_when_started)
+        assert not psutil.pid_exists(int(note.read_text()))
         assert bystander.poll() is None
+        assert (workspace.root / "out.ipynb").is_file()
     finally:
         bystander.kill()
         bystander.wait()
 
 
+@pytest.mark.slow
 def test_a_process_left_behind_is_ended_and_reported(make: Make, workspace: Workspace, capsys) -> None:
     start = (
         "import subprocess, sys\n"
@@ -236,44 +287,47 @@ def test_P122_a_saved_injected_cell_is_refused(make: Make, workspace: Workspace)
         run(workspace)
 
 
+@pytest.mark.slow
 def test_resume_runs_only_what_did_not_pass_or_has_changed(make: Make, workspace: Workspace) -> None:
     make("00_first")
     make("01_second", "1 / 0")
-    make("02_third")
-    assert [entry.status for entry in run(workspace)[1]] == ["passed", "failed", "not run"]
+    assert [entry.status for entry in run(workspace)[1]] == ["passed", "failed"]
     before = (workspace.executed / "00_first.ipynb").stat().st_mtime_ns
     make("01_second", "1 / 1")
     code, entries = run(workspace, resume=True)
-    assert code == 0 and [entry.resumed for entry in entries] == [True, False, False]
+    assert code == 0 and [entry.resumed for entry in entries] == [True, False]
     assert (workspace.executed / "00_first.ipynb").stat().st_mtime_ns == before
-    assert [entry.resumed for entry in run(workspace, "00", resume=True, given={"count": "5"})[1]] == [False]
+
+    first, second = course.select(workspace.root.parent / "notebooks")
+    state = course.read_state(workspace)
+    assert course.still_good(state["00"], first, state["00"].parameters, workspace)
+    assert not course.still_good(state["00"], first, {"count": 5}, workspace)
+    assert not course.still_good(state["00"], second, state["00"].parameters, workspace)
+    record("00", workspace, ok=False)
+    assert not course.still_good(state["00"], first, state["00"].parameters, workspace)
     (workspace.executed / "01_second.ipynb").unlink()
-    assert [entry.resumed for entry in run(workspace, "01", "02", resume=True)[1]] == [False, True]
+    assert not course.still_good(state["01"], second, state["01"].parameters, workspace)
 
 
+@pytest.mark.slow
 def test_catch_up_runs_what_is_missing_before_in_the_smoke_profile(make: Make, workspace: Workspace) -> None:
     folder = [make("00_first"), make("01_second"), make("02_third")][0].parent
-    assert run(workspace, "00")[0] == 0
+    record("00", workspace)
     code, entries = course.catch_up(course.select(folder), "02", Options(), workspace)
     assert code == 0 and [(entry.number, entry.parameters["profile"]) for entry in entries] == [("01", "smoke")]
     assert course.catch_up(course.select(folder), "02", Options(), workspace) == (0, [])
-    assert len(course.catch_up(course.select(folder), "02", Options(model="other/model"), workspace)[1]) == 2
+    first = course.select(folder)[0]
+    assert course.holds(first, "", workspace) and not course.holds(first, "other/model", workspace)
 
 
 def test_check_finds_a_file_that_is_gone_or_changed(workspace: Workspace) -> None:
-    from trtllm_workshop.artifacts import describe
-    from trtllm_workshop.record import Record
-
     assert course.check("02", workspace) == [
         "02.json was not written, so the notebook never reached lesson.checkpoint()"
     ]
     made = workspace.root / "made" / "part.bin"
     made.parent.mkdir(parents=True)
     made.write_bytes(b"12345")
-    record = Record("02", {})
-    record.checks["x"] = {"name": "x", "ok": True, "advice": "y"}
-    record.artifacts["made"] = describe(made.parent, workspace.root)
-    record.write(workspace.results / "02.json", "ok")
+    record("02", workspace, artifacts={"made": describe(made.parent, workspace.root)})
     assert course.check("02", workspace) == []
     made.write_bytes(b"123")
     assert course.check("02", workspace) == ["made has 3 bytes; it had 5 when the lesson ended"]
@@ -299,6 +353,7 @@ def test_selection(make: Make, tmp_path: Path) -> None:
         course.select(folder)
 
 
+@pytest.mark.slow
 def test_a_folder_with_braces_and_blanks_in_its_name(make: Make, tmp_path: Path) -> None:
     make("00_first")
     moved = tmp_path / "odd {name} folder"

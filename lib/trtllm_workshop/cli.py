@@ -212,11 +212,12 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _stamp(arguments: argparse.Namespace) -> int:
-    from trtllm_workshop import course, notebook_format
+    from trtllm_workshop import course
+    from trtllm_workshop.stamp import stamp
 
     folder = course.notebooks_folder(arguments.notebooks_dir)
-    changed = notebook_format.stamp(folder, arguments.repo)
-    print(f"{len(changed)} notebooks in {folder} now name the repository {arguments.repo}.")
+    changed = stamp(folder, arguments.repo)
+    print(f"Repository {arguments.repo}: {len(changed)} notebooks in {folder} changed.")
     return 0
 
 

@@ -65,7 +65,7 @@ def notebooks_folder(folder: Path | None = None) -> Path:
         if candidate and any(_NAME.match(path.name) for path in candidate.glob("*.ipynb")):
             return candidate.resolve()
     looked = folder or f"{here}, its folder 'notebooks' and {beside_package}"
-    raise CourseProblem(f"no numbered notebooks (such as 00_check_gpu.ipynb) in {looked}. Use --notebooks FOLDER.")
+    raise CourseProblem(f"no numbered notebooks (such as 00_check_gpu.ipynb) in {looked}. Use --notebooks-dir FOLDER.")
 
 
 def load(path: Path) -> Notebook:
@@ -137,7 +137,7 @@ def run(
         try:
             for place, (notebook, values) in enumerate(jobs):
                 known = earlier.get(notebook.number)
-                if options.resume and known and _still_good(known, notebook, values, workspace):
+                if options.resume and known and still_good(known, notebook, values, workspace):
                     entries[place] = replace(known, resumed=True)
                     progress.line(f"{run_status.MARKERS[PASSED]} {notebook.name}: passed earlier, nothing changed")
                 elif stopped and not options.keep_going:
@@ -275,7 +275,8 @@ def write_state(workspace: Workspace, entries: Sequence[Entry], started: str) ->
     write_json(state_file(workspace), state)
 
 
-def _still_good(entry: Entry, notebook: Notebook, values: Mapping[str, Any], workspace: Workspace) -> bool:
+def still_good(entry: Entry, notebook: Notebook, values: Mapping[str, Any], workspace: Workspace) -> bool:
+    """Whether the earlier ``entry`` still stands: same notebook, same values, executed copy and checkpoint intact."""
     if entry.status != PASSED or entry.sha256 != notebook.sha256 or entry.parameters != dict(values):
         return False
     output = Path(entry.executed)
@@ -300,13 +301,14 @@ def catch_up(
     notebooks: Sequence[Notebook], number: str, options: Options, workspace: Workspace
 ) -> tuple[int, list[Entry]]:
     """Runs those notebooks before ``number`` whose checkpoint does not hold, in the smoke profile by default."""
-    missing = [nb for nb in notebooks if nb.number < number and not _holds(nb, options.model, workspace)]
+    missing = [nb for nb in notebooks if nb.number < number and not holds(nb, options.model, workspace)]
     if not missing:
         return 0, []
     return run(missing, replace(options, profile=options.profile or "smoke"), workspace)
 
 
-def _holds(notebook: Notebook, model: str | None, workspace: Workspace) -> bool:
+def holds(notebook: Notebook, model: str | None, workspace: Workspace) -> bool:
+    """Whether the lesson's checkpoint holds, made with ``model`` when one is named."""
     if check(notebook.number, workspace):
         return False
     record = json.loads((workspace.results / f"{notebook.number}.json").read_text(encoding="utf-8"))

@@ -71,7 +71,7 @@ def _register_engine(report: Any) -> str:
             announce = nb_man.cell_start
             report("start", cells=len(code))
 
-            def cell_start(cell: Any, cell_index: int | None = None, **rest: Any) -> None:
+            def cell_start(cell: Any, cell_index: int, **rest: Any) -> None:
                 if cell.cell_type == "code":
                     report("cell", index=cell_index, position=code.index(cell_index) + 1, source=cell.source[:2000])
                 announce(cell, cell_index, **rest)
