@@ -26,6 +26,7 @@ from trtllm_workshop.checkpoint import (
     verify_checkpoint,
 )
 from trtllm_workshop.model_spec import ModelSpec, UnsupportedModel
+from trtllm_workshop.reference.convert_cast import FLOAT16_MAX
 from trtllm_workshop.reference.convert_config import checkpoint_config
 from trtllm_workshop.reference.convert_output import check_space, check_target, clear_leftovers, replacing
 from trtllm_workshop.reference.convert_plan import (
@@ -44,7 +45,7 @@ from trtllm_workshop.reference.convert_source import (
     nothing_to_read,
     open_source,
 )
-from trtllm_workshop.reference.convert_write import FLOAT16_MAX, RankWriter
+from trtllm_workshop.reference.convert_write import RankWriter
 from trtllm_workshop.safetensors_file import ITEM_SIZE, TensorInfo
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -138,7 +139,7 @@ def convert_checkpoint(
 
 
 def hf_spec(folder: str | Path) -> ModelSpec:
-    """The spec of a Hugging Face folder that can be converted. Raises WrongFolderKind, UnsupportedModel, ConversionError."""
+    """The spec of a Hugging Face folder. Raises WrongFolderKind, UnsupportedModel or ConversionError."""
     folder = Path(folder)
     if classify(folder) == "unknown" and folder.is_dir():
         if any(folder.glob("*.gguf")):
@@ -150,8 +151,8 @@ def hf_spec(folder: str | Path) -> ModelSpec:
     if quantized := read_config(folder).get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise UnsupportedModel(
-            f"{folder}: the weights are quantized already (quant_method {method!r}), which the reference toolchain does "
-            "not read: take the unquantized model"
+            f"{folder}: the weights are quantized already (quant_method {method!r}), which the reference toolchain "
+            "does not read: take the unquantized model"
         )
     return spec
 

@@ -1,7 +1,7 @@
 """Writes one rank's safetensors file piece by piece.
 
-Memory stays at two small buffers whatever the model's size: bytes that need no change are copied by the kernel from
-file to file, the rest passes through a buffer.
+Memory stays at a few small buffers whatever the model's size: bytes that need no change are copied by the kernel from
+file to file, the rest passes through a buffer. Several tensors are written at a time, each at its own place.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trtllm_workshop.reference.convert_cast import Caster
 from trtllm_workshop.reference.convert_plan import OutputTensor, Part
 from trtllm_workshop.reference.convert_source import WeightSource
 from trtllm_workshop.safetensors_file import ITEM_SIZE, write_header
 
-BUFFER_BYTES = 4 << 20  # small enough to stay in the processor's cache between reading, casting and writing
+BUFFER_BYTES = 1 << 20  # small enough to stay in the processor's cache between reading, casting and writing
+THREADS = min(4, os.cpu_count() or 1)
 _KERNEL_BYTES = 64 << 20
 _PROGRESS_SECONDS = 5.0
-FLOAT16_MAX = 65504.0
 _NO_KERNEL_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
@@ -35,13 +38,27 @@ def write_all(fd: int, data: Any, offset: int) -> int:
     return done
 
 
+class _Buffers(threading.local):
+    """Each thread's own memory, made when the thread first needs it."""
+
+    def __init__(self) -> None:
+        self.raw = np.empty(BUFFER_BYTES, np.uint8)
+        self.cut = np.empty(BUFFER_BYTES, np.uint8)
+        self.caster = Caster(BUFFER_BYTES // 2)
+
+    def grow(self, row: int) -> None:
+        if row > len(self.raw):
+            self.raw, self.cut = np.empty(row, np.uint8), np.empty(row, np.uint8)
+            self.caster.grow(row // 2)
+
+
 class RankWriter:
     """Streams the tensors of one rank into a file; `overflows` then has {source name: values beyond float16}."""
 
     def __init__(self, source: WeightSource, dtype: str, report: Callable[[str], None]) -> None:
         self._source, self._dtype, self._report = source, dtype, report
         self._kernel_copy = hasattr(os, "copy_file_range")
-        self._buffer = np.empty(BUFFER_BYTES, np.uint8)
+        self._buffers, self._lock = _Buffers(), threading.Lock()
         self.overflows: dict[str, int] = {}
 
     def write(self, path: Path, tensors: Sequence[OutputTensor]) -> int:
@@ -51,11 +68,16 @@ class RankWriter:
             offsets = write_header(fd, [(tensor.name, self._dtype, tensor.shape) for tensor in tensors])
             total = sum(math.prod(tensor.shape) for tensor in tensors) * ITEM_SIZE[self._dtype]
             done, told = 0, time.monotonic()
-            for tensor in tensors:
-                done += self._write_tensor(fd, tensor, offsets[tensor.name])
-                if time.monotonic() - told > _PROGRESS_SECONDS:
-                    told = time.monotonic()
-                    self._report(f"{path.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+            with ThreadPoolExecutor(THREADS) as pool:
+                try:
+                    for count in pool.map(lambda tensor: self._write_tensor(fd, tensor, offsets[tensor.name]), tensors):
+                        done += count
+                        if time.monotonic() - told > _PROGRESS_SECONDS:
+                            told = time.monotonic()
+                            self._report(f"{path.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
             os.fsync(fd)
             return os.fstat(fd).st_size
         finally:
@@ -94,38 +116,29 @@ class RankWriter:
                 self._kernel_copy = False
             done += step
         while done < count:
-            chunk = memoryview(self._buffer)[: min(BUFFER_BYTES, count - done)]
-            self._source.read_into(part.source, start + done, chunk)
-            done += write_all(fd, chunk, offset + done)
+            chunk = self._buffers.raw[: min(BUFFER_BYTES, count - done)]
+            self._source.read_into(part.source, start + done, chunk.data)
+            done += write_all(fd, chunk.data, offset + done)
         return done
 
     def _transform(self, fd: int, part: Part, offset: int) -> int:
         """Cuts out columns, changes the type, or both, some rows at a time."""
-        info, row = self._source.index[part.source], self._row_bytes(part)
-        item = ITEM_SIZE[info.dtype]
-        if row > len(self._buffer):
-            self._buffer = np.empty(row, np.uint8)
-        step, begin = max(1, len(self._buffer) // row), offset
+        info, row, buffers = self._source.index[part.source], self._row_bytes(part), self._buffers
+        buffers.grow(row)
+        step, begin = max(1, len(buffers.raw) // row), offset
         for first in range(part.rows[0], part.rows[1], step):
             rows = min(step, part.rows[1] - first)
-            chunk = self._buffer[: rows * row]
-            self._source.read_into(part.source, first * row, memoryview(chunk))
+            chunk = buffers.raw[: rows * row]
+            self._source.read_into(part.source, first * row, chunk.data)
             if part.columns is not None:
-                left, right = (column * item for column in part.columns)
-                chunk = np.ascontiguousarray(chunk.reshape(rows, row)[:, left:right]).reshape(-1)
+                left, right = (column * ITEM_SIZE[info.dtype] for column in part.columns)
+                cut = buffers.cut[: rows * (right - left)]
+                np.copyto(cut.reshape(rows, -1), chunk.reshape(rows, row)[:, left:right])
+                chunk = cut
             if info.dtype != self._dtype:
-                chunk = self._cast(chunk, info.dtype, part.source)
-            offset += write_all(fd, chunk, offset)
+                chunk, beyond = buffers.caster.cast(chunk, info.dtype, self._dtype)
+                if beyond:
+                    with self._lock:
+                        self.overflows[part.source] = self.overflows.get(part.source, 0) + beyond
+            offset += write_all(fd, chunk.data, offset)
         return offset - begin
-
-    def _cast(self, chunk: np.ndarray, dtype: str, name: str) -> np.ndarray:
-        import torch  # only a change of type needs it, and its import costs more than a small conversion
-
-        values = torch.from_numpy(chunk).view(getattr(torch, dtype))
-        if self._dtype == "float16":
-            low, high = (bound.item() for bound in torch.aminmax(values))
-            if not (low >= -FLOAT16_MAX and high <= FLOAT16_MAX):
-                count = int((values.float().abs() > FLOAT16_MAX).sum())
-                if count:
-                    self.overflows[name] = self.overflows.get(name, 0) + count
-        return values.to(getattr(torch, self._dtype)).view(torch.uint8).numpy()
