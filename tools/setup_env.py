@@ -46,11 +46,11 @@ def main() -> int:
             return made.returncode
     stamp.unlink(missing_ok=True)
     for step in steps(venv / "bin" / "python"):
-        result = subprocess.run(step, cwd=ROOT)
-        if result.returncode:
-            print(f"\nThis step failed (exit code {result.returncode}), its own words are above:", file=sys.stderr)
+        code = run_step(step, venv / "workshop-setup.log", started)
+        if code:
+            print(f"\nThis step failed (exit code {code}), its last words are above:", file=sys.stderr)
             print(f"  {' '.join(step)}\nMend the cause and run the same command again; it goes on.", file=sys.stderr)
-            return result.returncode
+            return code
     stamp.write_text(wanted, encoding="utf-8")
     print(f"{venv} is ready after {time.monotonic() - started:.0f} s.", flush=True)
     return 0
@@ -67,7 +67,7 @@ def fingerprint() -> str:
 def steps(python: Path) -> list[list[str]]:
     """The pip calls, in order."""
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-    install = [*pip, "install", "--quiet", "--no-input"]
+    install = [*pip, "install", "--no-input", "--progress-bar", "off"]
     match = re.search(r"^torch==[\w.]+", LOCK.read_text(encoding="utf-8"), re.MULTILINE)
     if match is None:
         raise SystemExit(f"{LOCK} does not name torch; run `make lock`")
@@ -76,8 +76,10 @@ def steps(python: Path) -> list[list[str]]:
         if reachable(TORCH_CPU_INDEX):
             extra = ["--extra-index-url", TORCH_CPU_INDEX]
         else:
-            print(f"PyTorch's CPU index does not answer ({TORCH_CPU_INDEX}), so pip takes the torch it finds elsewhere:")
-            print("PyPI's own build brings several gigabytes of CUDA libraries along.")
+            print(f"PyTorch's CPU index does not answer ({TORCH_CPU_INDEX}),")
+            print(
+                "so pip takes the torch it finds elsewhere; PyPI's own brings several gigabytes of CUDA libraries along."
+            )
     print("Installing the locked packages (about 1.8 GB on disk with the CPU build of torch)", flush=True)
     # Two steps, so that only torch comes from the extra index; its dependencies are held by the lock as constraints.
     return [
@@ -86,6 +88,32 @@ def steps(python: Path) -> list[list[str]]:
         [*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
         [*pip, "check"],
     ]
+
+
+def run_step(step: list[str], log: Path, started: float) -> int:
+    """Runs one pip call with its output in ``log``; says every 15 s where it is, and its last lines when it fails."""
+    with log.open("w", encoding="utf-8") as stream:
+        process = subprocess.Popen(step, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT)
+        while True:
+            try:
+                code = process.wait(timeout=15)
+                break
+            except subprocess.TimeoutExpired:
+                last = next(reversed(words(log)), "")
+                print(f"  {time.monotonic() - started:4.0f} s  {last.strip()[:100]}", flush=True)
+            except BaseException:
+                process.kill()
+                raise
+    if code:
+        print("\n".join(words(log)[-25:]), file=sys.stderr)
+    return code
+
+
+def words(log: Path) -> list[str]:
+    """The lines that say something, cut to a readable length."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    dull = ("WARNING: Location", "Requirement already satisfied")  # one of each for every package
+    return [line[:300] for line in lines if line.strip() and not line.startswith(dull)]
 
 
 def reachable(url: str) -> bool:
