@@ -29,7 +29,7 @@ _PIECE = re.compile(
     r"(?P<continuation>\\\n|\\$)|(?P<blank_after>\\[ \t]+\n)|\\(?P<escaped>.)"
     r"|'(?P<single>[^']*)'|\"(?P<double>(?:[^\"\\]|\\.)*)\"|(?P<open>['\"])"
     r"|" + _VARIABLE.replace("{0}", "v") + r"|(?P<substitution>\$[({])"
-    r"|(?P<comment>#[^\n]*)|(?P<home>~(?=[/\s]|$))|(?P<space>[ \t\r]+)|(?P<newline>\n)"
+    r"|(?P<comment>(?<!\S)#[^\n]*)|(?P<home>~(?=[/\s]|$))|(?P<space>[ \t\r]+)|(?P<newline>\n)"
     r"|(?P<shell>[|<>&;*`()])|(?P<plain>[^\s\\'\"$#~|<>&;*`()]+|.)",
     re.DOTALL,
 )
@@ -69,7 +69,7 @@ def _words(text: str, variables: Mapping[str, str]) -> list[str]:
             if kind == "newline" and words:
                 _only_comments_after(text[piece.end() :])
             continue
-        if kind == "continuation" or (kind == "comment" and word is None):
+        if kind in ("continuation", "comment"):
             continue
         if kind in ("v1", "v2"):
             value = _value(piece[kind], variables)

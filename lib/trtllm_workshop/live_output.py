@@ -67,39 +67,43 @@ class LiveText:
     def feed(self, data: bytes) -> None:
         """Take the next piece of output."""
         self._line += self._decoder.decode(data)
+        new: list[str] = []
         *finished, self._line = self._line.replace("\r\n", "\n").split("\n")
         for line in finished:
             state = _state(line)
-            self._paint(state)
-            self._show("\n")
+            new += [self._paint(state), "\n"]
             self._shown = ""
             self._keep(state)
         if "\r" in self._line:
             state = _state(self._line)
             if time.monotonic() >= self._next_repaint:
-                self._paint(state)
+                new.append(self._paint(state))
                 self._next_repaint = time.monotonic() + _PROGRESS_SECONDS
             # Earlier states are gone from the screen; forgetting them keeps a long-lived meter from growing.
             self._line = "\r" + state + ("\r" if self._line.endswith("\r") else "")
         elif self._line:
-            self._paint(self._line)
+            new.append(self._paint(self._line))
+            if len(self._line) > 100_000:  # a line without end is kept in pieces
+                self._keep(self._line)
+                self._line = self._shown = ""
+        if any(new):
+            self._show("".join(new))  # one call: every one costs a message to the notebook
 
     def finish(self) -> None:
         """Show and keep a last line that has no line end."""
         self._line += self._decoder.decode(b"", final=True)
         if self._line:
             state, self._line = _state(self._line), ""
-            self._paint(state)
-            self._show("\n")
+            self._show(self._paint(state) + "\n")
             self._keep(state)
         self._shown = ""
 
-    def _paint(self, state: str) -> None:
+    def _paint(self, state: str) -> str:
+        """What to write so that the reader's line reads `state`."""
         grown = state.startswith(self._shown)
         new = state[len(self._shown) :] if grown else "\r" + state.ljust(len(self._shown))
-        if new:
-            self._show(new)
         self._shown = state
+        return new
 
 
 def _state(line: str) -> str:

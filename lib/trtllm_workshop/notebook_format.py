@@ -35,7 +35,7 @@ class NotANotebook(ValueError):
 
 
 def bootstrap_source(repo: str | None = None) -> str:
-    """The text of the first code cell of every notebook, with ``repo`` (a Git address or a folder) filled in.
+    """The text of the first code cell of every notebook, with ``repo`` (a Git address or OWNER/NAME) filled in.
 
     Raises ValueError for an address that cannot stand in a Python string or that carries a password or token.
     """
@@ -47,6 +47,8 @@ def bootstrap_source(repo: str | None = None) -> str:
         raise ValueError(
             "the repository's address contains a user name or token before '@'; it would be public, leave it out"
         )
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        repo = f"https://github.com/{repo}.git"
     return _REPOSITORY.sub(f'REPOSITORY = "{repo}"', source, count=1)
 
 
@@ -206,12 +208,6 @@ def fix_file(path: Path, repo: str | None = None) -> bool:
     temporary.write_text(new, encoding="utf-8")
     temporary.replace(path)
     return True
-
-
-def stamp(folder: Path, repo: str) -> list[Path]:
-    """Writes ``repo`` into the bootstrap cell of every notebook of a folder; returns the changed files."""
-    bootstrap_source(repo)  # refuses a bad address before anything is written
-    return [path for path in find([folder]) if fix_file(path, repo)]
 
 
 def find(places: Sequence[Path]) -> list[Path]:

@@ -45,6 +45,9 @@ def end_group(process: subprocess.Popen[bytes], first: int | None = signal.SIGTE
             other.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(10)
+    end = time.monotonic() + 5  # a kill takes effect a moment later, longer for a process with much memory
+    while group_alive(process.pid) and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def _signal_group(pid: int, number: int) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import queue
 import select
-import shlex
 import signal
 import subprocess
 import threading
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
     from trtllm_workshop.toolchain import Toolchain
 
 INTERRUPT_SECONDS = 10.0  # how long the child may take to react to Ctrl-C
-USAGE = """%%toolchain [names ...] [--out names ...] [--fresh]
-  names   notebook variables that the cell needs (plain data only)
-  --out   names set by the cell that the notebook gets back
-  --fresh start a new child interpreter first; variables of earlier cells are gone"""
 
 
 class ToolchainError(ShownError):
@@ -52,6 +46,7 @@ class _Child:
             self.process = subprocess.Popen(
                 [str(toolchain.python), "-c", source, *map(str, theirs)],
                 env=toolchain.environment(),
+                cwd="/",  # its own imports must not find files of the notebook's folder; the first cell moves it there
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,  # one pipe, so that lines of both arrive in the order of writing
@@ -217,7 +212,7 @@ class PythonSession:
         if self._child is None:
             self._child = child = _Child(self._toolchain)
             self._finalizer = weakref.finalize(self, child.close, 1.0)
-            self._cwd = os.getcwd()
+            self._cwd = ""
             kept = Kept()
             hello = self._wait(child, kept, time.monotonic(), LiveText(show=lambda _: None, keep=kept.add).feed)
             self.identity = {"python": hello["python"], **hello["tensorrt_llm"]}
@@ -318,71 +313,3 @@ def _own_advice(error: Mapping[str, Any]) -> list[str]:
     if "pickle" in text and "__main__" in text:
         return ["  fix: other processes cannot see functions of a cell; put them into a .py file and import it here"]
     return []
-
-
-def register(toolchain: Toolchain) -> None:
-    """Register `%%toolchain` for `toolchain` in the running IPython; nothing happens in plain Python.
-
-    A second call with the same toolchain (its set-up cell was run again) keeps the running child and its variables.
-    """
-    try:
-        from IPython import get_ipython
-        from IPython.core.magic import Magics, cell_magic, magics_class
-    except ImportError:
-        return
-    shell = get_ipython()
-    if shell is None:
-        return
-
-    @magics_class
-    class ToolchainMagics(Magics):  # type: ignore[misc]
-        def __init__(self, shell: Any):
-            super().__init__(shell)
-            self.chosen = toolchain
-            self._given: dict[str, Any] = {}  # what --out put into the notebook
-
-        @cell_magic("toolchain")
-        def toolchain_cell(self, line: str, cell: str) -> None:
-            """Run the cell in the toolchain's Python."""
-            names, outputs, fresh = parse_magic(line)
-            space = self.shell.user_ns
-            for name in names:
-                if name not in space:
-                    near = difflib.get_close_matches(name, [key for key in space if not key.startswith("_")], n=1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
-                    raise ToolchainError(f"%%toolchain {name}: the notebook has no variable of this name{hint}")
-            session = self.chosen.session
-            if fresh:
-                session.close()
-            label = f"In [{self.shell.execution_count}]"
-            # The empty line stands for the %%toolchain line, so that line numbers agree with the cell as it is seen.
-            results = session.run("\n" + cell, {name: space[name] for name in names}, outputs, name=label)
-            for name, value in results.items():
-                if name in space and name not in names and space[name] is not self._given.get(name, space):
-                    print(f"note: --out {name} replaces the notebook's own {name} ({type(space[name]).__name__})")
-                space[name] = self._given[name] = value
-
-    earlier = getattr(shell.magics_manager.magics["cell"].get("toolchain"), "__self__", None)
-    before = getattr(earlier, "chosen", None)
-    if before is not None and before is not toolchain:
-        toolchain.take_session(before)
-    shell.register_magics(ToolchainMagics(shell))
-
-
-def parse_magic(line: str) -> tuple[list[str], list[str], bool]:
-    """(names to copy in, names to copy out, fresh) of a `%%toolchain` line; raises ToolchainError with the usage."""
-    names: list[str] = []
-    outputs: list[str] = []
-    target, fresh = names, False
-    for word in shlex.split(line.split("#")[0].replace(",", " ")):
-        if word == "--out":
-            target = outputs
-        elif word == "--fresh":
-            fresh = True
-        elif word.isidentifier():
-            target.append(word)
-        else:
-            raise ToolchainError(f"%%toolchain does not know {word!r}. Usage:\n{USAGE}")
-    if target is outputs and not outputs:
-        raise ToolchainError(f"--out needs at least one name. Usage:\n{USAGE}")
-    return names, outputs, fresh

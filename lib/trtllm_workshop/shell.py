@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,7 @@ def run_line(
     try:
         extra = {key: str(value) for key, value in (env or {}).items()}
         assignments, words = split_line(command, toolchain.environment(extra))
-        _refuse_known_mistakes(words)
+        refuse_known_mistakes(words)
         argv = toolchain.resolve(words)
     except CommandLineError as problem:
         raise CommandRefused(str(problem)) from None
@@ -101,7 +101,8 @@ def run_line(
     return result
 
 
-def _refuse_known_mistakes(words: list[str]) -> None:
+def refuse_known_mistakes(words: Sequence[str]) -> None:
+    """Check a command line against the recorded facts: warnings are printed, errors raise CommandRefused."""
     from trtllm_workshop.commands import check_command
 
     problems = check_command(shlex.join(words))

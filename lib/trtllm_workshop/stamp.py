@@ -24,12 +24,16 @@ def stamp(folder: Path, repository: str) -> list[Path]:
 
     if not _REPOSITORY.fullmatch(repository):
         raise CourseProblem(f"{repository!r} is not a repository: give OWNER/NAME, or an address such as https://...")
+    try:
+        source = bootstrap_source(repository)
+    except ValueError as error:
+        raise CourseProblem(str(error)) from error
     texts = {}
     for notebook in select(folder):
         cells = [cell for cell in notebook.content["cells"] if "bootstrap" in tags(cell)]
         if len(cells) != 1:
             raise CourseProblem(f"{notebook.path} has {len(cells)} cells tagged 'bootstrap'; it needs exactly one")
-        cells[0]["source"] = bootstrap_source(repository)
+        cells[0]["source"] = source
         texts[notebook.path] = writes(from_dict(notebook.content)).rstrip("\n") + "\n"
     changed = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
     for path in changed:

@@ -134,6 +134,22 @@ class Toolchain:
 
         return run_line(self, command, **options)
 
+    def exec_command(self, argv: Sequence[str]) -> int:
+        """Become the command: this process is replaced, so signals, terminal and exit code are the command's own.
+
+        Returns 2 when the command is not started, after the reason was printed to standard error.
+        """
+        from trtllm_workshop.shell import refuse_known_mistakes
+
+        try:
+            refuse_known_mistakes(argv)
+            resolved = self.resolve(argv)
+            sys.stdout.flush()
+            os.execvpe(resolved[0], resolved, self.environment())
+        except (CommandLineError, ToolchainNotFound, OSError) as problem:
+            print(problem, file=sys.stderr)
+        return 2
+
     @property
     def session(self) -> PythonSession:
         """The child interpreter behind `%%toolchain`; started by its first use."""
@@ -212,6 +228,6 @@ def choose(
 
 def register_magics(toolchain: Toolchain) -> None:
     """Make `%%toolchain` known to the running IPython; does nothing in plain Python."""
-    from trtllm_workshop.session import register
+    from trtllm_workshop.toolchain_magic import register
 
     register(toolchain)

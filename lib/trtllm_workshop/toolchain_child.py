@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 import types
+from typing import IO, Any
 
 CELL = "toolchain "  # file names of cells begin so, inside angle brackets
 _TAGS = ("!tuple", "!bytes", "!dict")
@@ -34,7 +35,7 @@ class NotPlainData(TypeError):
     """A value that does not cross between notebook and child; the message names it and its type."""
 
 
-def encode(value, where):
+def encode(value: Any, where: str) -> Any:
     """JSON-ready form of plain data; `where` names the value in the error. Raises NotPlainData for anything else."""
     kind = type(value)
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -65,7 +66,7 @@ def encode(value, where):
     )
 
 
-def decode(value):
+def decode(value: Any) -> Any:
     """The inverse of `encode` (paths stay text)."""
     if isinstance(value, list):
         return [decode(item) for item in value]
@@ -82,14 +83,14 @@ def decode(value):
     return value
 
 
-def send(stream, message):
+def send(stream: IO[bytes], message: dict[str, Any]) -> None:
     """Write one message: four bytes of length (big-endian), then UTF-8 JSON."""
     data = json.dumps(message).encode()
     stream.write(struct.pack(">I", len(data)) + data)
     stream.flush()
 
 
-def receive(stream):
+def receive(stream: Any) -> Any:
     """The next message, or None when the other side is gone."""
     size = stream.read(4)
     if len(size) < 4:
@@ -98,13 +99,13 @@ def receive(stream):
     return json.loads(data)
 
 
-def identity():
+def identity() -> dict[str, Any]:
     """Which tensorrt_llm an import gives (or gave): version and file, read without importing the package."""
     module = sys.modules.get("tensorrt_llm")
     if module is not None:
         return {"version": getattr(module, "__version__", None), "file": getattr(module, "__file__", None)}
     spec = importlib.util.find_spec("tensorrt_llm")
-    found = {"version": None, "file": spec.origin if spec else None}
+    found: dict[str, Any] = {"version": None, "file": spec.origin if spec else None}
     if spec and spec.origin:
         version = pathlib.Path(spec.origin).with_name("version.py")
         with contextlib.suppress(Exception):  # whatever is wrong with it shows when the package is imported
@@ -119,7 +120,7 @@ class CellModule(types.ModuleType):
     cell at once, where a spawned worker would look for them in vain and its pool would wait for ever.
     """
 
-    def __getattribute__(self, name):
+    def __getattribute__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             return super().__getattribute__(name)
         raise AttributeError(f"{name!r} lives in a %%toolchain cell, which other processes cannot import")
@@ -128,14 +129,14 @@ class CellModule(types.ModuleType):
 class Cells:
     """Runs cells one after the other in one namespace."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         module = CellModule("__main__")
         sys.modules["__main__"] = module
         self.namespace = module.__dict__
         self.namespace["__builtins__"] = builtins
-        self.copied = {}  # name -> the very object that was copied in last
+        self.copied: dict[str, Any] = {}  # name -> the very object that was copied in last
 
-    def handle(self, message):
+    def handle(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run one cell; the reply holds `error` or `outputs`, and `notes` to be shown."""
         if message["cwd"]:
             os.chdir(message["cwd"])
@@ -155,16 +156,16 @@ class Cells:
             return {"error": describe(error), "outputs": {}}
         return {"error": None, "outputs": outputs}
 
-    def _execute(self, code, filename):
-        tree = compile(code, filename, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-        last = []
+    def _execute(self, code: str, filename: str) -> None:
+        tree = ast.parse(code, filename)
+        last: list[ast.stmt] = []
         if tree.body and isinstance(tree.body[-1], ast.Expr) and not code.rstrip().endswith(";"):
             last = [tree.body.pop()]
         exec(compile(tree, filename, "exec", dont_inherit=True), self.namespace)
         if last:  # mode "single" shows the value as an interactive interpreter does
             exec(compile(ast.Interactive(last), filename, "single", dont_inherit=True), self.namespace)
 
-    def _copy_in(self, values):
+    def _copy_in(self, values: dict[str, Any]) -> list[str]:
         notes = []
         for name, value in values.items():
             present = self.namespace.get(name, _ABSENT)
@@ -177,7 +178,7 @@ class Cells:
             self.namespace[name] = self.copied[name] = value
         return notes
 
-    def _copy_out(self, names):
+    def _copy_out(self, names: list[str]) -> dict[str, Any]:
         for name in names:
             if name not in self.namespace:
                 near = difflib.get_close_matches(name, [key for key in self.namespace if not key.startswith("_")], n=1)
@@ -186,7 +187,7 @@ class Cells:
         return {name: encode(self.namespace[name], name) for name in names}
 
 
-def describe(error):
+def describe(error: BaseException) -> dict[str, Any]:
     """An exception as plain data: type, text, the frames of the user's own code, and the whole traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     cells = [index for index, frame in enumerate(frames) if frame.filename.startswith("<" + CELL)]
@@ -213,16 +214,16 @@ def describe(error):
     return {"type": type(error).__name__, "text": text, "frames": shown, "traceback": whole}
 
 
-def _of_user(filename):
+def _of_user(filename: str) -> bool:
     here = os.path.abspath(filename)
     return os.path.isfile(here) and not here.startswith(sys.prefix) and not here.startswith(sys.base_prefix)
 
 
-def _ignore(signum, frame):
+def _ignore(signum: int, frame: Any) -> None:
     """Between cells an interrupt means nothing. A function, since an ignored signal would be inherited by programs."""
 
 
-def _guard(life, others):
+def _guard(life: int, others: tuple[int, ...]) -> None:
     """A second process that ends the whole group when `life` closes, that is when the notebook's kernel is gone.
 
     A process and not a thread: native code that holds the interpreter's lock would stop a thread.
@@ -246,7 +247,7 @@ def _guard(life, others):
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def main():
+def main() -> None:
     """Serve cells until the command pipe closes."""
     command, reply, life = map(int, sys.argv[1:4])
     sys.argv[:] = [""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,10 +124,7 @@ class ModelRunnerCpp:
         steps = self._steps(requests, given)
         if given.get("streaming"):
             return steps
-        last = None
-        for last in steps:
-            pass
-        return last
+        return collections.deque(steps, maxlen=1)[0]
 
     def _requests(self, batch: Sequence[torch.Tensor], given: dict[str, Any]) -> list[Request]:
         if len(batch) == 0:
