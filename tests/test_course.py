@@ -122,7 +122,7 @@ def test_keep_going_runs_the_others_and_still_fails(make: Make, workspace: Works
 def test_leaving_by_systemexit_is_not_a_success(make: Make, workspace: Workspace) -> None:
     make("00_first", "import sys; sys.exit(0)", "print('below')")
     code, (entry,) = run(workspace)
-    assert code == 1 and entry.status == "failed" and entry.cells_run == 2 < entry.cells
+    assert code == 1 and entry.status == "failed" and entry.cells_run == 3 < entry.cells
     assert entry.error is not None and (entry.error["name"], entry.error["index"]) == ("SystemExit", 2)
 
 

@@ -11,6 +11,7 @@ import pytest
 from trtllm_workshop import course, exercise, figure_store, showing
 from trtllm_workshop.lesson import DEFAULT_MODEL, CheckpointFailed, Lesson, MissingPrerequisite
 from trtllm_workshop.parameters import ParameterProblem, typed
+from trtllm_workshop.workspace import Workspace
 
 
 @pytest.fixture
@@ -315,3 +316,40 @@ def test_tables_line_up_and_escape() -> None:
     assert "&lt;q&gt;" in html and '<th style="text-align:right">size</th>' in html
     with pytest.raises(ValueError, match="2 values but there are 1"):
         showing.Table([[1, 2]], header=["a"])
+
+
+@pytest.mark.slow
+def test_a_lesson_in_a_real_kernel(tmp_path: Path) -> None:
+    """Rich output, ``begin`` twice, the magic, and a failing checkpoint whose message is the whole error."""
+    nbformat = pytest.importorskip("nbformat")
+    sources = [
+        "from trtllm_workshop import course\n"
+        "begin = lambda: course.begin('02', toolchain=toolchain, work_dir=work_dir, profile=profile)\n"
+        "lesson = begin(); lesson = begin()",
+        "lesson.table([{'layer': 1}], 'Layers')",
+        "import matplotlib.pyplot as plt\nfigure, axes = plt.subplots()\naxes.plot([1, 2])\n"
+        f"lesson.show(figure, 'curves', {GOOD_ALT!r})",
+        "%%toolchain --out layers\nlayers = 5 * 6",
+        "lesson.exercise('1', layers, check=30, minutes=1, solution=True)\nprint(lesson.headless)",
+        "lesson.check('30 layers', layers == 31, 'download the model again')\nlesson.checkpoint()",
+    ]
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    parameters = 'toolchain = "reference"\nwork_dir = "../work"\nprofile = "full"'
+    cells.insert(0, nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    path = tmp_path / "notebooks" / "02_convert.ipynb"
+    path.parent.mkdir()
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    workspace = Workspace(tmp_path / "work")
+    code, (entry,) = course.run(course.select(path.parent), course.Options(profile="smoke"), workspace)
+    assert code == 1 and entry.error is not None and (entry.error["index"], entry.cells_run) == (6, 8), entry.error
+    assert entry.error["name"] == "CheckpointFailed" and "download the model again" in entry.error["message"]
+    executed = nbformat.read(workspace.executed / path.name, as_version=4)
+    outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
+    html = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
+    assert "<caption" in html and f'alt="{GOOD_ALT}"' in html and html.count("<img") == 1
+    assert not any("image/png" in output.get("data", {}) for output in outputs)  # matplotlib does not show it again
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "Exercise 1, solution: passes." in printed and printed.rstrip().endswith("download the model again")
+    (error,) = [output for output in outputs if output.output_type == "error"]
+    assert len(error.traceback) == 1
+    assert json.loads((workspace.results / "02.json").read_text())["status"] == "failed"
