@@ -11,7 +11,9 @@ from typing import Any
 import nbformat
 import pytest
 from trtllm_workshop import notebook_format as form
+from trtllm_workshop.course import CourseProblem
 from trtllm_workshop.notebook_new import write_new
+from trtllm_workshop.stamp import stamp
 
 Break = Callable[[dict[str, Any]], None]
 
@@ -291,10 +293,11 @@ def test_figures_have_alternative_text(path: Path, source: str, part: str) -> No
 def test_the_repository_is_stamped_into_every_notebook_alike(tmp_path: Path, path: Path) -> None:
     other = write_new(tmp_path / "06_more.ipynb", "More")
     address = "https://example.org/course.git"
-    assert form.stamp(tmp_path, address) == [path, other]
+    assert stamp(tmp_path, address) == [path, other]
     first, second = (cell(form.read(p)[0], "bootstrap")["source"] for p in (path, other))
     assert first == second == form.bootstrap_source(address) and f'REPOSITORY = "{address}"' in first
-    assert form.check_folder([path, other]) == [] and form.stamp(tmp_path, address) == []
+    assert form.check_folder([path, other]) == [] and stamp(tmp_path, address) == []
+    assert form.bootstrap_source("me/course").count('REPOSITORY = "https://github.com/me/course.git"') == 1
     form.fix_file(other, "")
     assert "name different repositories" in text(form.check_folder([path, other]))
 
@@ -302,8 +305,8 @@ def test_the_repository_is_stamped_into_every_notebook_alike(tmp_path: Path, pat
 @pytest.mark.parametrize("address", ["https://me:secret@example.org/x.git", 'a"b', "a b", "{x}"])
 def test_an_address_that_would_break_or_leak_is_refused(tmp_path: Path, path: Path, address: str) -> None:
     before = path.read_bytes()
-    with pytest.raises(ValueError) as error:
-        form.stamp(tmp_path, address)
+    with pytest.raises(CourseProblem) as error:
+        stamp(tmp_path, address)
     assert path.read_bytes() == before and "secret" not in str(error.value)
 
 

@@ -18,23 +18,19 @@ def stamp(folder: Path, repository: str) -> list[Path]:
     ``repository`` is OWNER/NAME on GitHub or the address of any git repository. Raises CourseProblem for another text and
     for a notebook without exactly one cell tagged ``bootstrap``; no file is written then.
     """
-    from nbformat import from_dict, writes
-
-    from trtllm_workshop.notebook_format import bootstrap_source
+    from trtllm_workshop.notebook_format import canonical_text, fixed
 
     if not _REPOSITORY.fullmatch(repository):
         raise CourseProblem(f"{repository!r} is not a repository: give OWNER/NAME, or an address such as https://...")
-    try:
-        source = bootstrap_source(repository)
-    except ValueError as error:
-        raise CourseProblem(str(error)) from error
     texts = {}
     for notebook in select(folder):
-        cells = [cell for cell in notebook.content["cells"] if "bootstrap" in tags(cell)]
-        if len(cells) != 1:
-            raise CourseProblem(f"{notebook.path} has {len(cells)} cells tagged 'bootstrap'; it needs exactly one")
-        cells[0]["source"] = source
-        texts[notebook.path] = writes(from_dict(notebook.content)).rstrip("\n") + "\n"
+        count = sum("bootstrap" in tags(cell) for cell in notebook.content["cells"])
+        if count != 1:
+            raise CourseProblem(f"{notebook.path} has {count} cells tagged 'bootstrap'; it needs exactly one")
+        try:
+            texts[notebook.path] = canonical_text(fixed(notebook.content, notebook.name, repository))
+        except ValueError as error:
+            raise CourseProblem(str(error)) from error
     changed = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
     for path in changed:
         write_text(path, texts[path])
