@@ -52,8 +52,9 @@ SETTINGS: dict[str, Any] = {
 def style() -> Iterator[None]:
     """The course's settings inside a ``with`` block; outside of it matplotlib is as it was."""
     import matplotlib
+    from cycler import cycler
 
-    with matplotlib.rc_context({**SETTINGS, "axes.prop_cycle": matplotlib.cycler(color=CYCLE)}):
+    with matplotlib.rc_context({**SETTINGS, "axes.prop_cycle": cycler(color=CYCLE)}):
         yield
 
 
@@ -105,7 +106,7 @@ def box(
     """A labelled box with its lower left corner at (x, y), in the units of the axes; returns the patch."""
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
-    look = {"facecolor": colour, "edgecolor": INK, "linewidth": 1.4, "hatch": hatch}
+    look: dict[str, Any] = {"facecolor": colour, "edgecolor": INK, "linewidth": 1.4, "hatch": hatch}
     if rounded:
         shape = f"round,pad=0,rounding_size={0.12 * min(width, height)}"
         patch: Any = FancyBboxPatch((x, y), width, height, boxstyle=shape, **look)
@@ -128,13 +129,19 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], label
 
 
 def bars(
-    axes: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str] = (), *, colours: Any = None
+    axes: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    labels: Sequence[str] = (),
+    *,
+    colours: Any = None,
+    hatched: bool = True,
 ) -> Any:
     """Horizontal bars, first on top, with the value written beside each; ``labels`` replaces the written values."""
     chosen = list(colours) if colours is not None else [CYCLE[i % len(CYCLE)] for i in range(len(names))]
     drawn = axes.barh(range(len(names)), values, color=chosen, edgecolor=INK, height=0.62)
     for patch, hatch in zip(drawn, HATCHES * (1 + len(names) // len(HATCHES)), strict=False):
-        patch.set_hatch(hatch)
+        patch.set_hatch(hatch if hatched else "")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.bar_label(drawn, labels=list(labels) or None, padding=6, fontsize=SMALL)
