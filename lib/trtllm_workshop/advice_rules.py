@@ -167,7 +167,7 @@ def version_tag(context: Context) -> Advice | None:
 
 def parse_compute_mismatch(text: str) -> tuple[str, str] | None:
     """(running, built) compute capability from ``expecting compute A got compute B``: A is the GPU you run on."""
-    match = re.search(r"expecting compute (\d+\.\d+),? got compute (\d+\.\d+)", text)
+    match = re.search(r"expecting compute ([\w.-]*\w),? got compute ([\w.-]*\w)", text)
     return (match.group(1), match.group(2)) if match else None
 
 
