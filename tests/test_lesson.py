@@ -108,6 +108,18 @@ def test_begin_twice_starts_two_records(tmp_path: Path) -> None:
     assert not second.results_file.exists()  # nothing of an earlier run is touched before the checkpoint
 
 
+def test_later_lessons_know_where_the_weights_came_from(lesson: Lesson, capsys) -> None:
+    lesson.model_source("packaged copy, from 4 bits")
+    lesson.check("x", True, "y")
+    lesson.checkpoint()
+    (lesson.results_file.parent / "03.json").write_text("{")
+    later = course.begin("04", toolchain="reference", work_dir=str(lesson.workspace.root))
+    assert later.record.context["model"]["source"] == "packaged copy, from 4 bits"
+    assert f"{DEFAULT_MODEL} (packaged copy, from 4 bits)" in capsys.readouterr().out
+    other = course.begin("04", toolchain="reference", work_dir=str(lesson.workspace.root), model="a/b")
+    assert other.record.context["model"] == {"name": "a/b", "source": ""}
+
+
 # Predictions and measurements
 
 

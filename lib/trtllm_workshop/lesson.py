@@ -8,6 +8,7 @@ A notebook's first cell after its parameters makes it::
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -76,6 +77,18 @@ def begin(
     return Lesson(number, chosen, Workspace(root), name, mode, checked, here.to_dict())
 
 
+def known_source(results: Path, model: str) -> str:
+    """Where an earlier lesson said that the weights of ``model`` came from; '' when none did."""
+    for path in sorted(results.glob("[0-9][0-9].json"), reverse=True):
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))["model"]
+            if earlier["name"] == model and earlier["source"]:
+                return str(earlier["source"])
+        except (ValueError, KeyError, TypeError):
+            continue  # a damaged record is reported by `workshop check`, not here
+    return ""
+
+
 class Lesson:
     """One run of one notebook. Attributes: number, toolchain, workspace, model, profile, smoke, headless, values."""
 
@@ -92,12 +105,13 @@ class Lesson:
         self.number, self.toolchain, self.workspace, self.model = number, toolchain, workspace, model
         self.profile, self.smoke, self.values = profile, profile == "smoke", values
         self.headless = bool(os.environ.get(HEADLESS_VARIABLE))
+        source = known_source(workspace.results, model)
         chosen = {key: str(getattr(toolchain, key)) for key in ("name", "version", "reason", "python")}
-        context = {"profile": profile, "toolchain": chosen, "model": {"name": model, "source": ""}}
+        context = {"profile": profile, "toolchain": chosen, "model": {"name": model, "source": source}}
         self.record = Record(number, {**context, "machine": machine, "values": values})
         rows = {
             "Toolchain": f"{toolchain.name} {toolchain.version} ({toolchain.reason})",
-            "Model": model,
+            "Model": f"{model} ({source})" if source else model,
             "Work folder": f"{workspace.root}  (profile {profile})",
             "Machine": machine["summary"],
         }
@@ -211,7 +225,7 @@ class Lesson:
         self.note(f"Skipped on this machine: {step}. Reason: {why}")
 
     def model_source(self, text: str) -> None:
-        """Records where the weights came from, for example the Hub or the packaged copy; the report repeats it."""
+        """Records where the weights came from (the Hub, the packaged copy); later lessons and the report repeat it."""
         self.record.context["model"] = {"name": self.model, "source": text}
         print(f"Model {self.model}: {text}")
 
