@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from children import gone, wait_until
 from trtllm_workshop.live_output import Kept, LiveText
 from trtllm_workshop.processes import group_alive
 from trtllm_workshop.shell import CommandFailed, CommandRefused
@@ -37,20 +37,6 @@ def script(tmp_path: Path) -> Script:
         return f"python {path}"
 
     return write
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def test_output_time_and_memory_are_given(toolchain: Toolchain, script: Script, capsys: Capsys) -> None:
@@ -164,6 +150,17 @@ def test_known_mistakes_are_refused_before_anything_runs(toolchain: Toolchain, t
     with pytest.raises(CommandRefused, match="not a folder"):
         toolchain.sh("touch made", cwd=tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_facts_of_another_release_only_warn(toolchain: Toolchain, tmp_path: Path, capsys: Capsys) -> None:
+    build_stub(
+        toolchain,
+        tmp_path,
+        "e = pathlib.Path('e'); e.mkdir()\nfor n in ('config.json', 'rank0.engine'): (e / n).write_text('{}')",
+    )
+    toolchain.version = "1.3.0"
+    toolchain.sh("trtllm-build --checkpoint_dir c --output_dir e --brand_new_flag", cwd=tmp_path)
+    assert "warning: " in capsys.readouterr().err
 
 
 def test_P99_extra_environment_reaches_the_child_only(toolchain: Toolchain, script: Script) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,11 +196,7 @@ def _exec(arguments: argparse.Namespace) -> int:
         raise CommandLineError("there is no command; write it after --, as in: workshop exec -- trtllm-build --help")
     toolchain = choose(arguments.toolchain, quiet=True)
     print(f"toolchain: {toolchain.name} {toolchain.version} ({toolchain.reason})", file=sys.stderr, flush=True)
-    command = toolchain.resolve(line)
-    try:
-        os.execvpe(command[0], command, toolchain.environment())
-    except OSError as error:
-        raise CommandLineError(f"{command[0]} cannot be started: {error.strerror}") from error
+    toolchain.exec_command(line)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -40,8 +40,11 @@ class CommandResult:
     argv: list[str]
     returncode: int
     seconds: float
-    output: str
+    output: str = field(repr=False)
     peak_memory_mb: float | None
+
+    def _ipython_display_(self) -> None:
+        """Nothing: as the last value of a cell it would only repeat what was shown live."""
 
 
 class ShownError(RuntimeError):
@@ -83,7 +86,7 @@ def run_line(
     try:
         extra = {key: str(value) for key, value in (env or {}).items()}
         assignments, words = split_line(command, toolchain.environment(extra))
-        refuse_known_mistakes(words)
+        refuse_known_mistakes(words, toolchain.version)
         argv = toolchain.resolve(words)
     except CommandLineError as problem:
         raise CommandRefused(str(problem)) from None
@@ -101,15 +104,18 @@ def run_line(
     return result
 
 
-def refuse_known_mistakes(words: Sequence[str]) -> None:
-    """Check a command line against the recorded facts: warnings are printed, errors raise CommandRefused."""
+def refuse_known_mistakes(words: Sequence[str], version: str) -> None:
+    """Check a command against the recorded facts: warnings go to standard error, errors raise CommandRefused.
+
+    The facts are those of one release line; for a toolchain of another one they only warn.
+    """
     from trtllm_workshop.commands import check_command
 
     problems = check_command(shlex.join(words))
+    errors = [problem for problem in problems if problem.severity == "error" and version.startswith("1.2")]
     for problem in problems:
-        if problem.severity != "error":
-            print(f"warning: {problem.message} {problem.fix}".rstrip())
-    errors = [problem for problem in problems if problem.severity == "error"]
+        if problem not in errors:
+            print(f"warning: {problem.message}" + (f"; {problem.fix}" if problem.fix else ""), file=sys.stderr)
     if errors:
         lines = [f"{problem.message}\n  fix: {problem.fix}" if problem.fix else problem.message for problem in errors]
         raise CommandRefused("\n".join(lines))

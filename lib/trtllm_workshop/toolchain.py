@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trtllm_workshop.command_line import CommandLineError, split_line
 from trtllm_workshop.reference.version import VERSION as REFERENCE_VERSION
@@ -134,21 +134,20 @@ class Toolchain:
 
         return run_line(self, command, **options)
 
-    def exec_command(self, argv: Sequence[str]) -> int:
+    def exec_command(self, argv: Sequence[str]) -> NoReturn:
         """Become the command: this process is replaced, so signals, terminal and exit code are the command's own.
 
-        Returns 2 when the command is not started, after the reason was printed to standard error.
+        Raises as `resolve` does, and CommandLineError when the line is known to be wrong or the program cannot start.
         """
         from trtllm_workshop.shell import refuse_known_mistakes
 
+        refuse_known_mistakes(argv, self.version)
+        resolved = self.resolve(argv)
+        sys.stdout.flush()
         try:
-            refuse_known_mistakes(argv)
-            resolved = self.resolve(argv)
-            sys.stdout.flush()
             os.execvpe(resolved[0], resolved, self.environment())
-        except (CommandLineError, ToolchainNotFound, OSError) as problem:
-            print(problem, file=sys.stderr)
-        return 2
+        except OSError as problem:
+            raise CommandLineError(f"{resolved[0]} cannot be started: {problem.strerror}") from None
 
     @property
     def session(self) -> PythonSession:

@@ -216,7 +216,8 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 def _of_user(filename: str) -> bool:
     here = os.path.abspath(filename)
-    return os.path.isfile(here) and not here.startswith(sys.prefix) and not here.startswith(sys.base_prefix)
+    libraries = [sys.prefix, sys.base_prefix, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.path.isfile(here) and not any(here.startswith(folder + os.sep) for folder in libraries)
 
 
 def _ignore(signum: int, frame: Any) -> None:
