@@ -121,8 +121,9 @@ class Lesson:
 
     @property
     def model_dir(self) -> Path:
-        """The folder of the Hugging Face model."""
-        return self.workspace.model_dir(self.model)
+        """The folder of the Hugging Face model; ``model`` may itself be a folder on this machine."""
+        local = Path(self.model).expanduser()
+        return local.absolute() if (local / "config.json").is_file() else self.workspace.model_dir(self.model)
 
     def checkpoint_dir(self, precision: str = "float16", tp: int = 1) -> Path:
         """The TensorRT-LLM checkpoint folder of this model."""

@@ -22,7 +22,7 @@ PREDICTED_HATCH = "//"
 
 SMALL, NORMAL, LARGE = 13, 15, 18  # points, for a figure about 10 inches wide
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[Any, Any] = {
     "figure.facecolor": "white",
     "figure.dpi": 100,
     "savefig.facecolor": "white",
