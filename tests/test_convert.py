@@ -206,7 +206,9 @@ def test_splitting_and_joining_gives_the_model_back(
 
 @pytest.fixture(scope="module")
 def modelopt_export():
-    return pytest.importorskip("modelopt.torch.export").export_tensorrt_llm_checkpoint
+    from modelopt.torch.export import export_tensorrt_llm_checkpoint
+
+    return export_tensorrt_llm_checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)
