@@ -159,10 +159,10 @@ class Toolchain:
         return self._session
 
     def run_python(
-        self, code: str, inputs: Mapping[str, Any] | None = None, outputs: Sequence[str] = ()
+        self, code: str, inputs: Mapping[str, Any] | None = None, outputs: Sequence[str] = (), *, quiet: bool = False
     ) -> dict[str, Any]:
         """What a `%%toolchain` cell does, for plain Python: run `code` in the child and return the named results."""
-        return self.session.run(code, inputs or {}, outputs)
+        return self.session.run(code, inputs, outputs, quiet=quiet)
 
     def take_session(self, other: Toolchain) -> None:
         """Go on with the running child of `other` when it is the same toolchain; otherwise end that child."""
