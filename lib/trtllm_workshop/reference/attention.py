@@ -7,8 +7,8 @@ any mix of both: the graph never sees where one request ends and the next begins
 Packed tokens: the tokens of all requests of a step lie behind each other without padding, context requests first, then
 generation requests (one token each), which is the layout of TensorRT-LLM's `remove_input_padding`.
 
-The KV-cache pool has the shape [layers, blocks, 2, kv_heads, tokens_per_block, head_size]; index 0 of the third
-dimension holds keys, 1 holds values.
+The KV-cache pool has the shape [layers, 2, blocks, tokens_per_block, kv_heads, head_size]; index 0 of the second
+dimension holds keys, 1 holds values. Its type may be narrower than the type attention is computed in.
 """
 
 from __future__ import annotations
@@ -32,40 +32,41 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def _context_attention(q, k, v, past_k, past_v):
-    """Causal attention of one request's new tokens; shapes [heads, new, head_size] and [kv_heads, past, head_size]."""
-    if past_k is None:
-        mask, causal = None, True
-    else:
-        k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
-        new, total = q.shape[1], k.shape[1]
+    """Causal attention of one request's new tokens; shapes [new, heads, head_size], [past, kv_heads, head_size]."""
+    mask, causal = None, True
+    if past_k is not None:
+        k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
+        new, total = q.shape[0], k.shape[0]
         mask, causal = torch.ones(new, total, dtype=torch.bool, device=q.device).tril_(total - new), False
-    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, is_causal=causal, enable_gqa=True)
-    return out[0]
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
-def _gather(pool_layer: torch.Tensor, kv: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Collect the blocks of several requests: [requests, blocks] -> [requests, kv_heads, tokens, head_size]."""
+def _gather(pool: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Collect blocks of keys or values: pool [blocks, tokens, heads, size], blocks [n, m] -> [n, m * tokens, heads, size]."""
     requests, count = blocks.shape
-    _, _, heads, per_block, size = pool_layer.shape
-    picked = pool_layer[:, kv].index_select(0, blocks.reshape(-1)).view(requests, count, heads, per_block, size)
-    return picked.transpose(1, 2).reshape(requests, heads, count * per_block, size)
+    picked = pool.index_select(0, blocks.reshape(-1))
+    return picked.view(requests, count * pool.shape[1], *pool.shape[2:]).to(dtype)
 
 
-def _generation_attention(q, pool_layer, blocks, lengths):
+def _generation_attention(q, keys, values, lengths):
     """Attention of one new token per request over its cached tokens.
 
     The query heads that share a KV head are laid along the query dimension, so that no key or value is repeated.
-    q: [requests, heads, head_size] -> [requests, heads, head_size].
+    q: [requests, heads, head_size]; keys, values: [requests, tokens, kv_heads, head_size]; lengths: [requests], or None
+    when all tokens count.
     """
     requests, heads, size = q.shape
-    keys, values = _gather(pool_layer, 0, blocks), _gather(pool_layer, 1, blocks)
-    kv_heads, span = keys.shape[1], keys.shape[2]
-    seen = torch.arange(span, device=q.device)[None, :] < lengths[:, None]
-    mask = torch.zeros(requests, 1, 1, span, dtype=q.dtype, device=q.device).masked_fill_(
-        ~seen[:, None, None, :], float("-inf")
-    )
+    span, kv_heads = keys.shape[1:3]
+    mask = None
+    if lengths is not None:
+        seen = torch.arange(span, device=q.device)[None, :] < lengths[:, None]
+        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))[
+            :, None, None, :
+        ]
     grouped = q.view(requests, kv_heads, heads // kv_heads, size)
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+    out = F.scaled_dot_product_attention(grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
     return out.reshape(requests, heads, size)
 
 
@@ -79,6 +80,7 @@ def gpt_attention(
     sequence_length: torch.Tensor,
     host_request_types: torch.Tensor,
     host_query_lengths: torch.Tensor,
+    host_sequence_lengths: torch.Tensor,
     layer_idx: int,
     num_heads: int,
     num_kv_heads: int,
@@ -94,40 +96,43 @@ def gpt_attention(
         sequence_length: [requests], int64: tokens in the cache after this step.
         host_request_types: [requests], int32 on the host: 0 context, 1 generation; context requests come first.
         host_query_lengths: [requests], int32 on the host: new tokens of each request.
+        host_sequence_lengths: [requests], int32: sequence_length again, on the host, so that no copy is waited for.
         layer_idx, num_heads, num_kv_heads: of this layer.
 
     Returns:
         [tokens, heads * head_size].
     """
-    tokens = qkv.shape[0]
+    tokens, dtype = qkv.shape[0], qkv.dtype
     size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    q, k, v = qkv.view(tokens, -1, size).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    q, k = apply_rotary(q, rotary_cos_sin), apply_rotary(k, rotary_cos_sin)
-    pool_layer = kv_cache_pool[layer_idx]
-    per_block = pool_layer.shape[3]
-    block, offset = slot_mapping // per_block, slot_mapping % per_block
-    pool_layer[block, 0, :, offset] = k.to(pool_layer.dtype)
-    pool_layer[block, 1, :, offset] = v.to(pool_layer.dtype)
+    heads = qkv.view(tokens, -1, size)
+    q, k = apply_rotary(heads[:, : num_heads + num_kv_heads], rotary_cos_sin).split((num_heads, num_kv_heads), dim=1)
+    v = heads[:, num_heads + num_kv_heads :]
+    key_pool, value_pool = kv_cache_pool[layer_idx].unbind()
+    for pool, new in ((key_pool, k), (value_pool, v)):
+        pool.view(-1, num_kv_heads, size).index_copy_(0, slot_mapping, new.to(pool.dtype))
 
-    lengths = host_query_lengths.tolist()
+    per_block = key_pool.shape[1]
+    lengths, totals = host_query_lengths.tolist(), host_sequence_lengths.tolist()
     contexts = host_request_types.tolist().count(0)
-    out = torch.empty(tokens, num_heads, size, dtype=qkv.dtype, device=qkv.device)
+    parts = []
     start = 0
     for row in range(contexts):
         end = start + lengths[row]
-        past = int(sequence_length[row]) - lengths[row]
+        past = totals[row] - lengths[row]
         past_k = past_v = None
         if past:
             blocks = kv_cache_block_offsets[row : row + 1, : -(-past // per_block)]
-            past_k, past_v = (_gather(pool_layer, kv, blocks)[0, :, :past].to(q.dtype) for kv in (0, 1))
-        part = (t[start:end].transpose(0, 1) for t in (q, k, v))
-        out[start:end] = _context_attention(*part, past_k, past_v).transpose(0, 1)
+            past_k, past_v = (_gather(pool, blocks, dtype)[0, :past] for pool in (key_pool, value_pool))
+        parts.append(_context_attention(q[start:end], k[start:end], v[start:end], past_k, past_v))
         start = end
     if start < tokens:
-        seen = sequence_length[contexts:]
-        used = -(-int(seen.max()) // per_block)
-        out[start:] = _generation_attention(q[start:], pool_layer, kv_cache_block_offsets[contexts:, :used], seen)
-    return out.view(tokens, num_heads * size)
+        longest = max(totals[contexts:])
+        blocks = kv_cache_block_offsets[contexts:, : -(-longest // per_block)]
+        keys, values = (_gather(pool, blocks, dtype)[:, :longest] for pool in (key_pool, value_pool))
+        same = min(totals[contexts:]) == longest
+        parts.append(_generation_attention(q[start:], keys, values, None if same else sequence_length[contexts:]))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.reshape(tokens, num_heads * size)
 
 
 @gpt_attention.register_fake
@@ -140,6 +145,7 @@ def _(
     sequence_length,
     host_request_types,
     host_query_lengths,
+    host_sequence_lengths,
     layer_idx,
     num_heads,
     num_kv_heads,

@@ -143,6 +143,41 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
         graph = file.get_tensor(GRAPH)
         # Copied out of the mapped file: aligned memory, and the file may be replaced while the engine is in use.
         weights = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys() if name != GRAPH}  # noqa: SIM118
-    module = torch.export.load(io.BytesIO(graph.numpy().tobytes())).module()
+    program = torch.export.load(io.BytesIO(graph.numpy().tobytes()))
+    dtype = getattr(torch, precision)
+    run = bind(program, weights)
+    if widen_on_cpu(dtype, device):
+        wide = {name: tensor.float() for name, tensor in weights.items()}
+        run = choose_by_tokens(run, bind(program, wide))
+    return Engine(config, folder, device, dtype, run)
+
+
+def bind(program: torch.export.ExportedProgram, weights: dict[str, torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The graph as a callable with these weights; the graph names no type, so they decide what it computes in."""
+    module = program.module()
     module.load_state_dict(weights, assign=True)
-    return Engine(config, folder, device, getattr(torch, precision), module)
+    return module
+
+
+def widen_on_cpu(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether 16-bit weights are also kept as float32: on processors without 16-bit matrix instructions."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return False
+    native = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return not getattr(torch.ops.mkldnn, native)()
+
+
+# Up to this many tokens a step reads weights more than it computes, so 16-bit weights win on any processor. Beyond it,
+# a processor without 16-bit matrix instructions is faster in float32 (measured by benchmarks/generate.py).
+NARROW_TOKENS = 4
+
+
+def choose_by_tokens(
+    narrow: Callable[..., torch.Tensor], wide: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """Run small steps with 16-bit weights, large ones with their float32 copy. The values are the same, sums are wider."""
+
+    def run(input_ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return (narrow if input_ids.numel() <= NARROW_TOKENS else wide)(input_ids, *rest)
+
+    return run

@@ -23,6 +23,7 @@ INPUT_NAMES = (
     "sequence_length",
     "host_request_types",
     "host_query_lengths",
+    "host_sequence_lengths",
 )
 
 
