@@ -62,7 +62,7 @@ class WrongFolderKind(ValueError):
 
 
 def classify(path: str | Path) -> str:
-    """ "hf", "checkpoint", "engine", "empty", "missing" or "unknown", judged by config.json and file names."""
+    """One of "hf", "checkpoint", "engine", "empty", "missing", "unknown", judged by config.json and file names."""
     folder = Path(path)
     if not folder.exists():
         return "missing"
