@@ -13,8 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -116,13 +116,22 @@ def words(log: Path) -> list[str]:
     return [line[:300] for line in lines if line.strip() and not line.startswith(dull)]
 
 
-def reachable(url: str) -> bool:
+def reachable(url: str, seconds: float = PROBE_SECONDS) -> bool:
     """Whether the index answers within three seconds; pip itself would try for minutes."""
-    try:
-        with urllib.request.urlopen(f"{url}/torch/", timeout=PROBE_SECONDS):
-            return True
-    except (urllib.error.URLError, OSError, ValueError):
-        return False
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(f"{url}/torch/", timeout=seconds):
+                answers.append(True)
+        except (OSError, ValueError):
+            answers.append(False)
+
+    # In a thread, because looking up the name has no time limit of its own.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers == [True]
 
 
 def candidates() -> list[str]:
