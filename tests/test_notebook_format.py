@@ -10,10 +10,12 @@ from typing import Any
 
 import nbformat
 import pytest
+from trtllm_workshop import course, run_status
 from trtllm_workshop import notebook_format as form
 from trtllm_workshop.course import CourseProblem
 from trtllm_workshop.notebook_new import write_new
 from trtllm_workshop.stamp import stamp
+from trtllm_workshop.workspace import Workspace
 
 Break = Callable[[dict[str, Any]], None]
 
@@ -330,3 +332,10 @@ def test_the_form_does_not_change_what_was_read(path: Path) -> None:
     before = copy.deepcopy(notebook)
     form.fixed(notebook, path.stem)
     assert notebook == before
+
+
+@pytest.mark.slow
+def test_a_new_notebook_runs_as_it_is(path: Path, tmp_path: Path) -> None:
+    options = course.Options(profile="smoke", toolchain="reference", model="any/model", timeout=300)
+    code_, (entry,) = course.run([course.load(path)], options, Workspace(tmp_path / "work"))
+    assert code_ == 0, run_status.failure_text(entry)

@@ -212,3 +212,13 @@ def test_the_facts_on_the_gpu_machine_agree_with_the_words_of_environment_yml() 
     text = (ROOT / "environment.yml").read_text(encoding="utf-8")
     assert f"driver {TRTLLM['cuda']['driver_minimum']} or newer" in text
     assert f"{TRTLLM['disk_gb']['value']} GB of free disk" in text and "T4 cannot" in text
+
+
+def test_the_kernel_packages_of_the_first_cell_are_those_of_pyproject() -> None:
+    from trtllm_workshop import install_gpu
+
+    named = {**install_gpu.KERNEL_PACKAGES, **install_gpu.REFERENCE_PACKAGES}
+    requirements = {canonicalize_name((r := Requirement(text)).name): r.specifier for text in named.values()}
+    assert requirements == {name: ranges()[name] for name in requirements}
+    needed = {canonicalize_name(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    assert needed <= set(requirements), "a dependency of the library that a rented machine's kernel would lack"

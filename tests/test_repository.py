@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ME = Path(__file__).name
 # Paths of one machine, addresses inside a network, and words that belong to a workplace and not to a course.
 FORBIDDEN = {
-    "a machine's own path": r"(?<![\w.$}{~-])/(?:work/(?:main|scratch|shared|\.library)|root/(?!\.cache/huggingface)|opt/(?:pypi|wheels)|home/\w+/)",
+    "a machine's own path": r"(?<![\w.$}{~-])/(?:work/(?:main|scratch|shared|\.library)|root/(?!\.cache/huggingface)"
+    r"|opt/(?:pypi|wheels)|home/\w+/)",
     "a private address": r"(?://|@|\bhost\W{1,4})(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))\.\d{1,3}\.\d{1,3}\.\d{1,3}\b(?!\.)",
     "a private host": r"https?://[\w.-]+\.(?:internal|local|lan|corp)\b",
     "a secret": r"\bhf_[A-Za-z0-9]{30,}|\bghp_[A-Za-z0-9]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----",
