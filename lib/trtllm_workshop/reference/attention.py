@@ -16,7 +16,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-OPERATOR = "trtllm_workshop::gpt_attention"
+# torch.library's `custom_op` decorator wraps every call in checks that cost as much as a small model's attention itself;
+# a plain schema and two plain implementations do not.
+LIBRARY = torch.library.Library("trtllm_workshop", "DEF")
+LIBRARY.define(
+    "gpt_attention(Tensor qkv, Tensor rotary_cos_sin, Tensor(a!) kv_cache_pool, Tensor slot_mapping, "
+    "Tensor kv_cache_block_offsets, Tensor sequence_length, Tensor host_request_types, Tensor host_query_lengths, "
+    "Tensor host_sequence_lengths, int layer_idx, int num_heads, int num_kv_heads) -> Tensor"
+)
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -70,8 +77,8 @@ def _generation_attention(q, keys, values, lengths):
     return out.reshape(requests, heads, size)
 
 
-@torch.library.custom_op(OPERATOR, mutates_args={"kv_cache_pool"})
-def gpt_attention(
+@torch.library.impl(LIBRARY, "gpt_attention", "CompositeExplicitAutograd")
+def attend(
     qkv: torch.Tensor,
     rotary_cos_sin: torch.Tensor,
     kv_cache_pool: torch.Tensor,
@@ -135,20 +142,12 @@ def gpt_attention(
     return out.reshape(tokens, num_heads * size)
 
 
-@gpt_attention.register_fake
-def _(
-    qkv,
-    rotary_cos_sin,
-    kv_cache_pool,
-    slot_mapping,
-    kv_cache_block_offsets,
-    sequence_length,
-    host_request_types,
-    host_query_lengths,
-    host_sequence_lengths,
-    layer_idx,
-    num_heads,
-    num_kv_heads,
-):
-    size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    return qkv.new_empty(qkv.shape[0], num_heads * size)
+@torch.library.impl(LIBRARY, "gpt_attention", "Meta")
+def attend_shape(qkv, _rotary, _pool, _slots, _blocks, _lengths, _types, _queries, _totals, _layer, heads, kv_heads):
+    """The result's shape and type, which is all that graph capture needs."""
+    return qkv.new_empty(qkv.shape[0], heads * (qkv.shape[1] // (heads + 2 * kv_heads)))
+
+
+def gpt_attention(*arguments: torch.Tensor | int) -> torch.Tensor:
+    """The operator as it sits in the graph; arguments as for `attend`."""
+    return torch.ops.trtllm_workshop.gpt_attention(*arguments)

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from trtllm_workshop.checkpoint import read_config, require_kind
+from trtllm_workshop.reference.cpu_kernels import choose_by_tokens, pack_linear_weights, widens
 from trtllm_workshop.reference.version import VERSION
 
 GRAPH = "graph"
@@ -146,38 +148,16 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
     program = torch.export.load(io.BytesIO(graph.numpy().tobytes()))
     dtype = getattr(torch, precision)
     run = bind(program, weights)
-    if widen_on_cpu(dtype, device):
-        wide = {name: tensor.float() for name, tensor in weights.items()}
-        run = choose_by_tokens(run, bind(program, wide))
+    if widens(dtype, device):
+        wide = bind(program, {name: tensor.float() for name, tensor in weights.items()})
+        run = choose_by_tokens(run, pack_linear_weights(wide))
+    elif device.type == "cpu" and dtype == torch.float32:
+        run = pack_linear_weights(run)
     return Engine(config, folder, device, dtype, run)
 
 
-def bind(program: torch.export.ExportedProgram, weights: dict[str, torch.Tensor]) -> Callable[..., torch.Tensor]:
+def bind(program: torch.export.ExportedProgram, weights: dict[str, torch.Tensor]) -> GraphModule:
     """The graph as a callable with these weights; the graph names no type, so they decide what it computes in."""
     module = program.module()
     module.load_state_dict(weights, assign=True)
     return module
-
-
-def widen_on_cpu(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether 16-bit weights are also kept as float32: on processors without 16-bit matrix instructions."""
-    if device.type != "cpu" or dtype == torch.float32:
-        return False
-    native = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
-    return not getattr(torch.ops.mkldnn, native)()
-
-
-# Up to this many tokens a step reads weights more than it computes, so 16-bit weights win on any processor. Beyond it,
-# a processor without 16-bit matrix instructions is faster in float32 (measured by benchmarks/generate.py).
-NARROW_TOKENS = 4
-
-
-def choose_by_tokens(
-    narrow: Callable[..., torch.Tensor], wide: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
-    """Run small steps with 16-bit weights, large ones with their float32 copy. The values are the same, sums are wider."""
-
-    def run(input_ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        return (narrow if input_ids.numel() <= NARROW_TOKENS else wide)(input_ids, *rest)
-
-    return run
