@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trtllm_workshop.figures import style
+from trtllm_workshop.figures import checkpoint, engine, hardware, style
 
-__all__ = ["style"]
+__all__ = ["checkpoint", "engine", "hardware", "style"]
