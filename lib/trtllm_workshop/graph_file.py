@@ -36,10 +36,12 @@ class Step:
     sources: tuple[int, ...]
 
 
-def find_network(folder: str | Path) -> Path | None:
-    """The ONNX file in a folder (that of rank 0 when there are several); None when there is none."""
+def find_network(folder: str | Path) -> Path:
+    """The ONNX file in a folder (that of rank 0 when there are several). Raises FileNotFoundError with the remedy."""
     files = sorted(Path(folder).glob("*.onnx"))
-    return files[0] if files else None
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no .onnx file: build again with --visualize_network {folder}")
+    return files[0]
 
 
 def load_network(path: str | Path) -> Any:

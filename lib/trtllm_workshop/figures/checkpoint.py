@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,47 @@ def name_map(
                 colour = s.ORANGE if name in trap else s.PALE
                 s.box(axes, x, place[name] - 0.37, 4.5, 0.74, label, colour, size=s.SMALL)
     return figure
+
+
+def layer_map(recipe: Mapping[str, Sequence[str]], left: Mapping[str, Any], right: Mapping[str, Any]) -> Any:
+    """The name map of layer 0 and of everything outside the layers.
+
+    ``recipe``: TensorRT-LLM name -> the Hugging Face names it is made of; ``left`` and ``right`` are the tensor indices
+    of the two folders (name -> something with a ``shape``).
+    """
+
+    def short(name: str) -> str:
+        return re.sub(r"^(model|transformer)\.(layers\.0\.)?", "", name).removesuffix(".weight")
+
+    chosen = {ours: theirs for ours, theirs in recipe.items() if ".layers." not in ours or ".layers.0." in ours}
+    links = sorted(
+        ((short(theirs), short(ours)) for ours, parts in chosen.items() for theirs in parts),
+        key=lambda link: _ORDER.get(link[1], 99),
+    )
+    left_shapes = {short(name): left[name].shape for parts in chosen.values() for name in parts}
+    # mlp.gate stands above mlp.fc here, as its namesake gate_proj does on the left: the crossing lines are the point.
+    order = sorted(chosen, key=lambda name: _ORDER.get(short(name), 99) - 1.5 * (short(name) == "mlp.gate"))
+    right_shapes = {short(name): right[name].shape for name in order}
+    return name_map(links, left_shapes, right_shapes, trap=("mlp.fc", "mlp.gate"))
+
+
+_ORDER = {
+    name: place
+    for place, name in enumerate(
+        (
+            "vocab_embedding",
+            "input_layernorm",
+            "attention.qkv",
+            "attention.dense",
+            "post_layernorm",
+            "mlp.fc",
+            "mlp.gate",
+            "mlp.proj",
+            "ln_f",
+            "lm_head",
+        )
+    )
+}
 
 
 def fused_qkv(heads: int, kv_heads: int, head_size: int, hidden: int) -> Any:
@@ -163,7 +205,8 @@ def tp_split(heads: int, kv_heads: int, tp: int) -> Any:
         s.plain(axes)
         total = heads + 2 * kv_heads
         axes.set_xlim(-0.5, total + 1.5)
-        axes.set_ylim(-0.75, 2)
+        doubled = bool(owners) and kv_heads < tp
+        axes.set_ylim(-0.8 if doubled else -0.4, 1.9)
         verdict = "" if owners else ": not possible"
         axes.set_title(f"{heads} query heads and {kv_heads} key/value heads on {tp} rank{'s' * (tp > 1)}{verdict}")
         starts = {"Q": 0.0, "K": heads + 0.75, "V": heads + kv_heads + 1.5}
@@ -175,6 +218,6 @@ def tp_split(heads: int, kv_heads: int, tp: int) -> Any:
         for part, count in parts:
             axes.text(starts[part] + (count - 1) / 2, -0.05, part, ha="center", va="top", fontsize=s.LARGE)
         axes.text(-0.45, 1.5, "number in a box: the rank that gets the head", fontsize=s.NORMAL)
-        if owners and kv_heads < tp:
+        if doubled:
             axes.text(-0.45, -0.7, f"each key/value head lies on {tp // kv_heads} ranks", fontsize=s.NORMAL)
     return figure

@@ -20,12 +20,13 @@ def three_folders(folders: Sequence[tuple[str, str, str]], commands: Sequence[st
             s.box(axes, x, 0.1, 3, 2.6, "", (s.PALE, s.SKY, s.ORANGE)[place % 3])
             axes.text(x + 1.5, 2.35, title, ha="center", va="center", fontsize=s.NORMAL, weight="bold")
             axes.text(x + 1.5, 1.85, size, ha="center", va="center", fontsize=s.NORMAL)
-            axes.text(x + 1.5, 0.9, fixed, ha="center", va="center", fontsize=s.SMALL)
+            axes.text(x + 1.5, 1.35, "fixed from here on:", ha="center", va="center", fontsize=s.SMALL, style="italic")
+            axes.text(x + 1.5, 0.7, fixed, ha="center", va="center", fontsize=s.SMALL)
         for place, command in enumerate(commands):
             x = 4.2 * place + 3
-            s.arrow(axes, (x, 1.4), (x + 1.2, 1.4), linewidth=3)
+            s.arrow(axes, (x, 1.6), (x + 1.2, 1.6), linewidth=3)
             axes.text(x + 0.6, 2.95, command, ha="center", va="center", fontsize=s.SMALL, family="monospace")
-            axes.plot([x + 0.6, x + 0.6], [1.5, 2.75], color=s.GREY, linewidth=1.2, linestyle=":")
+            axes.plot([x + 0.6, x + 0.6], [1.7, 2.75], color=s.GREY, linewidth=1.2, linestyle=":")
     return figure
 
 
@@ -98,10 +99,10 @@ def layer_flow(steps: Sequence[tuple[str, str, Sequence[int]]], title: str) -> A
     A new row begins after every step that is fed by an earlier row or by the layer's input (the residual additions).
     """
     places = _rows(steps)
-    width, gap, height, pitch = 3.1, 0.7, 1.2, 2.7
+    width, gap, height, pitch = 3.5, 0.65, 1.2, 2.7
     columns = max(column for _, column in places.values()) + 1
     rows = max(row for row, _ in places.values()) + 1
-    with s.canvas(1.75 * columns + 0.4, 1.7 * rows + 0.8) as (figure, axes):
+    with s.canvas(1.85 * columns + 0.4, 1.7 * rows + 0.8) as (figure, axes):
         s.plain(axes)
         axes.set_title(title)
         axes.set_xlim(-0.2, columns * (width + gap))
