@@ -176,11 +176,17 @@ def save(args: argparse.Namespace, prompts: list[list[int]], outputs: dict[str, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    from trtllm_workshop.checkpoint import WrongFolderKind
-    from trtllm_workshop.reference.engine import EngineError
+    from trtllm_workshop.checkpoint import WrongFolderKind, require_kind
     from trtllm_workshop.reference.version import banner
 
     print(banner("run.py"), flush=True)
+    try:
+        require_kind(args.engine_dir, "engine")  # a mixed-up folder answers at once, before the slow imports
+    except WrongFolderKind as error:
+        print(f"[TRT-LLM] [E] {error}", file=sys.stderr)
+        return 1
+    from trtllm_workshop.reference.engine import EngineError
+
     try:
         return generate(args)
     except (EngineError, WrongFolderKind, ValueError, RuntimeError, OSError) as error:
