@@ -7,8 +7,8 @@ any mix of both: the graph never sees where one request ends and the next begins
 Packed tokens: the tokens of all requests of a step lie behind each other without padding, context requests first, then
 generation requests (one token each), which is the layout of TensorRT-LLM's `remove_input_padding`.
 
-The KV-cache pool has the shape [layers, 2, blocks, tokens_per_block, kv_heads, head_size]; index 0 of the second
-dimension holds keys, 1 holds values. Its type may be narrower than the type attention is computed in.
+The KV-cache pool has the shape [layers, blocks, tokens_per_block, 2, kv_heads, head_size]; index 0 of the fourth
+dimension holds keys, 1 holds values, so that one copy fetches both. Its type may be narrower than the type attention is computed in.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ import torch.nn.functional as F
 # a plain schema and two plain implementations do not.
 LIBRARY = torch.library.Library("trtllm_workshop", "DEF")
 LIBRARY.define(
-    "gpt_attention(Tensor qkv, Tensor rotary_cos_sin, Tensor(a!) kv_cache_pool, Tensor slot_mapping, "
+    "gpt_attention(Tensor qkv, Tensor rotary_cos, Tensor rotary_sin, Tensor(a!) kv_cache_pool, Tensor slot_mapping, "
     "Tensor kv_cache_block_offsets, Tensor sequence_length, Tensor host_request_types, Tensor host_query_lengths, "
     "Tensor host_sequence_lengths, int layer_idx, int num_heads, int num_kv_heads) -> Tensor"
 )
 
 
-def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the halves of each head (the `rope_gpt_neox` layout), computed in float32.
 
-    Args:
-        x: [tokens, heads, head_size].
-        cos_sin: [tokens, head_size]; the first half holds cosines, the second half sines, for each token's position.
+    x: [tokens, heads, head_size]; cos, sin: [tokens, 1, head_size] from `rotary.rotary_table`, where the sines of the
+    first half are negative, so that the rotation is x * cos + (x with its halves swapped) * sin.
     """
-    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    wide = x.float()
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def _context_attention(q, k, v, past_k, past_v):
@@ -50,11 +48,17 @@ def _context_attention(q, k, v, past_k, past_v):
     return out[0].transpose(0, 1)
 
 
-def _gather(pool: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Collect blocks of keys or values: pool [blocks, tokens, heads, size], blocks [n, m] -> [n, m * tokens, heads, size]."""
+def _gather(
+    pool: torch.Tensor, blocks: torch.Tensor, tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the first `tokens` tokens of several requests, each [requests, tokens, kv_heads, head_size].
+
+    pool: [blocks, tokens_per_block, 2, kv_heads, head_size]; blocks: [requests, at least as many as the tokens fill].
+    """
     requests, count = blocks.shape
-    picked = pool.index_select(0, blocks.reshape(-1))
-    return picked.view(requests, count * pool.shape[1], *pool.shape[2:]).to(dtype)
+    picked = pool.index_select(0, blocks.reshape(-1)).view(requests, count * pool.shape[1], *pool.shape[2:])
+    keys, values = picked[:, :tokens].to(dtype).unbind(2)
+    return keys, values
 
 
 def _generation_attention(q, keys, values, lengths):
@@ -80,7 +84,8 @@ def _generation_attention(q, keys, values, lengths):
 @torch.library.impl(LIBRARY, "gpt_attention", "CompositeExplicitAutograd")
 def attend(
     qkv: torch.Tensor,
-    rotary_cos_sin: torch.Tensor,
+    rotary_cos: torch.Tensor,
+    rotary_sin: torch.Tensor,
     kv_cache_pool: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv_cache_block_offsets: torch.Tensor,
@@ -96,7 +101,7 @@ def attend(
 
     Args:
         qkv: [tokens, (heads + 2 * kv_heads) * head_size], packed.
-        rotary_cos_sin: [tokens, head_size], float32.
+        rotary_cos, rotary_sin: [tokens, 1, head_size], float32, see `apply_rotary`.
         kv_cache_pool: see the module text; written in place.
         slot_mapping: [tokens], int64: block * tokens_per_block + position inside the block, where each token goes.
         kv_cache_block_offsets: [requests, max blocks], int64: the blocks of each request in order.
@@ -112,13 +117,12 @@ def attend(
     tokens, dtype = qkv.shape[0], qkv.dtype
     size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     heads = qkv.view(tokens, -1, size)
-    q, k = apply_rotary(heads[:, : num_heads + num_kv_heads], rotary_cos_sin).split((num_heads, num_kv_heads), dim=1)
-    v = heads[:, num_heads + num_kv_heads :]
-    key_pool, value_pool = kv_cache_pool[layer_idx].unbind()
-    for pool, new in ((key_pool, k), (value_pool, v)):
-        pool.view(-1, num_kv_heads, size).index_copy_(0, slot_mapping, new.to(pool.dtype))
+    rotated = apply_rotary(heads[:, : num_heads + num_kv_heads], rotary_cos, rotary_sin)
+    q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
+    pool = kv_cache_pool[layer_idx]
+    pool.view(-1, 2 * num_kv_heads, size).index_copy_(0, slot_mapping, torch.cat((k, v), dim=1).to(pool.dtype))
 
-    per_block = key_pool.shape[1]
+    per_block = pool.shape[1]
     lengths, totals = host_query_lengths.tolist(), host_sequence_lengths.tolist()
     contexts = host_request_types.tolist().count(0)
     parts = []
@@ -129,13 +133,13 @@ def attend(
         past_k = past_v = None
         if past:
             blocks = kv_cache_block_offsets[row : row + 1, : -(-past // per_block)]
-            past_k, past_v = (_gather(pool, blocks, dtype)[0, :past] for pool in (key_pool, value_pool))
+            past_k, past_v = (t[0] for t in _gather(pool, blocks, past, dtype))
         parts.append(_context_attention(q[start:end], k[start:end], v[start:end], past_k, past_v))
         start = end
     if start < tokens:
         longest = max(totals[contexts:])
         blocks = kv_cache_block_offsets[contexts:, : -(-longest // per_block)]
-        keys, values = (_gather(pool, blocks, dtype)[:, :longest] for pool in (key_pool, value_pool))
+        keys, values = _gather(pool, blocks, longest, dtype)
         same = min(totals[contexts:]) == longest
         parts.append(_generation_attention(q[start:], keys, values, None if same else sequence_length[contexts:]))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -143,7 +147,7 @@ def attend(
 
 
 @torch.library.impl(LIBRARY, "gpt_attention", "Meta")
-def attend_shape(qkv, _rotary, _pool, _slots, _blocks, _lengths, _types, _queries, _totals, _layer, heads, kv_heads):
+def attend_shape(qkv, _cos, _sin, _pool, _slots, _blocks, _lengths, _types, _queries, _totals, _layer, heads, kv_heads):
     """The result's shape and type, which is all that graph capture needs."""
     return qkv.new_empty(qkv.shape[0], heads * (qkv.shape[1] // (heads + 2 * kv_heads)))
 

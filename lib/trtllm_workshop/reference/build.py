@@ -120,14 +120,14 @@ def export_network(
     def empty(*shape: int, kind: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(*shape, dtype=kind, device="meta")
 
-    pool_shape = (spec.num_hidden_layers, 2, 6, tokens_per_block, spec.num_key_value_heads, spec.head_size)
+    pool_shape = (spec.num_hidden_layers, 6, tokens_per_block, 2, spec.num_key_value_heads, spec.head_size)
     pool, host = empty(*pool_shape, kind=dtype), torch.int32
     cache = (pool, empty(t), empty(b, m), empty(b), *(empty(b, kind=host) for _ in range(3)))
     shapes = {
         "input_ids": {0: tokens},
         "position_ids": {0: tokens},
         "last_token_ids": {0: rows},
-        "cache": ({2: Dim("num_blocks", min=1)}, {0: tokens}, {0: requests, 1: blocks}, *[{0: requests}] * 4),
+        "cache": ({1: Dim("num_blocks", min=1)}, {0: tokens}, {0: requests, 1: blocks}, *[{0: requests}] * 4),
     }
     inputs = (empty(t), empty(t), empty(r), *cache)
     return torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)

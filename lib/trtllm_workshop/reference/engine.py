@@ -24,6 +24,7 @@ from trtllm_workshop.reference.cpu_kernels import choose_by_tokens, pack_linear_
 from trtllm_workshop.reference.version import VERSION
 
 GRAPH = "graph"
+FORMAT = 2  # changes with the graph's inputs or the layout of the KV-cache pool
 
 
 class EngineError(RuntimeError):
@@ -47,6 +48,7 @@ def fingerprint(device: torch.device, precision: str, world_size: int) -> dict[s
     return {
         "toolchain": VERSION,
         "torch": torch.__version__.split("+")[0],
+        "format": FORMAT,
         "compute": device_architecture(device),
         "precision": precision,
         "world_size": world_size,
@@ -59,8 +61,9 @@ def check_fingerprint(built: dict[str, Any], here: dict[str, Any], path: Path) -
     Raises:
         EngineError: naming the first difference, both values and the remedy.
     """
-    if built["toolchain"] != here["toolchain"] or built["torch"] != here["torch"]:
-        sides = [f"{f['toolchain']} (torch {f['torch']})" for f in (here, built)]
+    tags = ("toolchain", "torch", "format")
+    if any(built.get(tag) != here[tag] for tag in tags):
+        sides = [f"{f['toolchain']} (torch {f['torch']}, engine format {f.get('format', 1)})" for f in (here, built)]
         raise EngineError(
             "Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed. Version tag does not match. "
             f"Note: Current Version: {sides[0]}, Serialized Engine Version: {sides[1]}. {path} was built by another "

@@ -69,8 +69,10 @@ class Attention(nn.Module):
         self.qkv = Linear(spec.hidden_size, width + 2 * kv_width, dtype, bias=spec.attn_bias)
         self.dense = Linear(width, spec.hidden_size, dtype)
 
-    def forward(self, x: torch.Tensor, rotary: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        context = gpt_attention(self.qkv(x), rotary, *cache, self.layer_idx, self.heads, self.kv_heads)
+    def forward(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, ...], cache: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        context = gpt_attention(self.qkv(x), *rotary, *cache, self.layer_idx, self.heads, self.kv_heads)
         return self.dense(context)
 
 
@@ -95,7 +97,9 @@ class DecoderLayer(nn.Module):
         self.post_layernorm = RmsNorm(spec.hidden_size, spec.norm_epsilon, dtype)
         self.mlp = GatedMlp(spec, dtype)
 
-    def forward(self, x: torch.Tensor, rotary: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, ...], cache: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         x = x + self.attention(self.input_layernorm(x), rotary, cache)
         return x + self.mlp(self.post_layernorm(x))
 
@@ -106,10 +110,10 @@ class Transformer(nn.Module):
         self.vocab_embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, dtype) for i in range(spec.num_hidden_layers))
         self.ln_f = RmsNorm(spec.hidden_size, spec.norm_epsilon, dtype)
-        self.register_buffer("rotary_table", torch.empty(positions, spec.head_size, dtype=torch.float32))
+        self.register_buffer("rotary_table", torch.empty(positions, 2, spec.head_size, dtype=torch.float32))
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        rotary = self.rotary_table.index_select(0, positions)
+        rotary = self.rotary_table.index_select(0, positions).split(1, dim=1)
         x = self.vocab_embedding(ids)
         for layer in self.layers:
             x = layer(x, rotary, cache)

@@ -43,6 +43,10 @@ def _llama3(inv: torch.Tensor, scaling: Mapping) -> torch.Tensor:
 
 
 def rotary_table(positions: int, head_size: int, base: float, scaling: Mapping | None) -> torch.Tensor:
-    """Cosines and sines of every position: [positions, head_size] float32, cosines in the first half."""
+    """Cosines and signed sines of every position: [positions, 2, head_size] float32.
+
+    Both halves of a head rotate by the same angles; the first half takes minus the sine (see `attention.apply_rotary`).
+    """
     angles = torch.outer(torch.arange(positions).float(), inverse_frequencies(head_size, base, scaling))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
