@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from trtllm_workshop.reference.build import build_engine
 from trtllm_workshop.reference.configs import BuildConfig
 from trtllm_workshop.reference.convert import convert_checkpoint
@@ -115,7 +114,9 @@ def main() -> int:
     figures = {key: median_figures(value, key[2], args.new_tokens) for key, value in samples.items()}
     print(f"{'side':<10} {'type':<9} {'batch':>5} {'prefill ms':>11} {'decode tokens/s':>16}")
     for (side, dtype, batch), value in sorted(figures.items(), key=lambda item: (item[0][2], item[0][1], item[0][0])):
-        print(f"{side:<10} {dtype:<9} {batch:>5} {value['prefill_s'] * 1e3:>11.1f} {value['decode_tokens_per_s']:>16.1f}")
+        print(
+            f"{side:<10} {dtype:<9} {batch:>5} {value['prefill_s'] * 1e3:>11.1f} {value['decode_tokens_per_s']:>16.1f}"
+        )
 
     def decode(side: str, batch: int, *types: str) -> float:
         return max(figures[side, t, batch]["decode_tokens_per_s"] for t in types)

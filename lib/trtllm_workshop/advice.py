@@ -17,7 +17,9 @@ from trtllm_workshop.advice_rules import BUILD_RULES
 __all__ = ["Advice", "advise", "check_artifacts", "first_error"]
 
 # Both loggers of TensorRT-LLM, TensorRT's own, and what argparse and MPI print.
-_ERROR_LINE = re.compile(r"\[TRT(?:-LLM)?\]\s*\[(?:E|F)\]|\[TensorRT-LLM\]\s*\[(?:ERROR|FATAL)\]|^(?:[\w.-]+: )?error: ")
+_ERROR_LINE = re.compile(
+    r"\[TRT(?:-LLM)?\]\s*\[(?:E|F)\]|\[TensorRT-LLM\]\s*\[(?:ERROR|FATAL)\]|^(?:[\w.-]+: )?error: "
+)
 _TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?::\s|$)")
 _LAST_WORDS = re.compile(

@@ -132,7 +132,7 @@ def _add_refused(parser: argparse.ArgumentParser, flag: Flag) -> None:
         dest=argparse.SUPPRESS,
         default=argparse.SUPPRESS,
         help=argparse.SUPPRESS,
-        **kind,
+        **kind,  # type: ignore[arg-type]
     )
 
 

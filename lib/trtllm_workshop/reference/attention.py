@@ -13,6 +13,8 @@ dimension holds keys, 1 holds values, so that one copy fetches both. Its type ma
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -36,11 +38,13 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
-def _context_attention(q, k, v, past_k, past_v):
-    """Causal attention of one request's new tokens; shapes [new, heads, head_size], [past, kv_heads, head_size]."""
+def _context_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """Causal attention of one request's new tokens, each tensor [tokens, heads, head_size]; `past` are cached keys, values."""
     mask, causal = None, True
-    if past_k is not None:
-        k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
+    if past is not None:
+        k, v = torch.cat((past[0], k)), torch.cat((past[1], v))
         new, total = q.shape[0], k.shape[0]
         mask, causal = torch.ones(new, total, dtype=torch.bool, device=q.device).tril_(total - new), False
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -61,7 +65,9 @@ def _gather(
     return keys, values
 
 
-def _generation_attention(q, keys, values, lengths):
+def _generation_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor | None
+) -> torch.Tensor:
     """Attention of one new token per request over its cached tokens.
 
     The query heads that share a KV head are laid along the query dimension, so that no key or value is repeated.
@@ -129,12 +135,13 @@ def attend(
     start = 0
     for row in range(contexts):
         end = start + lengths[row]
-        past = totals[row] - lengths[row]
-        past_k = past_v = None
-        if past:
-            blocks = kv_cache_block_offsets[row : row + 1, : -(-past // per_block)]
-            past_k, past_v = (t[0] for t in _gather(pool, blocks, past, dtype))
-        parts.append(_context_attention(q[start:end], k[start:end], v[start:end], past_k, past_v))
+        cached = totals[row] - lengths[row]
+        past = None
+        if cached:
+            blocks = kv_cache_block_offsets[row : row + 1, : -(-cached // per_block)]
+            keys, values = _gather(pool, blocks, cached, dtype)
+            past = (keys[0], values[0])
+        parts.append(_context_attention(q[start:end], k[start:end], v[start:end], past))
         start = end
     if start < tokens:
         longest = max(totals[contexts:])
@@ -147,8 +154,9 @@ def attend(
 
 
 @torch.library.impl(LIBRARY, "gpt_attention", "Meta")
-def attend_shape(qkv, _cos, _sin, _pool, _slots, _blocks, _lengths, _types, _queries, _totals, _layer, heads, kv_heads):
+def attend_shape(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
     """The result's shape and type, which is all that graph capture needs."""
+    heads, kv_heads = rest[-2:]
     return qkv.new_empty(qkv.shape[0], heads * (qkv.shape[1] // (heads + 2 * kv_heads)))
 
 

@@ -192,7 +192,9 @@ def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
     return config
 
 
-def build_engine(checkpoint_dir: str | Path, build: BuildConfig, output_dir: str | Path, log=print) -> Path:
+def build_engine(
+    checkpoint_dir: str | Path, build: BuildConfig, output_dir: str | Path, log: Callable[[str], object] = print
+) -> Path:
     """Build `output_dir` from `checkpoint_dir`.
 
     Raises:
@@ -252,7 +254,13 @@ def write_engine_file(
         os.fsync(file.fileno())
 
 
-def _write(output: Path, contents: dict[str, Any], program, tensors, precision: str) -> None:
+def _write(
+    output: Path,
+    contents: dict[str, Any],
+    program: torch.export.ExportedProgram,
+    tensors: Callable[[], Iterator[tuple[str, list[torch.Tensor]]]],
+    precision: str,
+) -> None:
     """Write under a temporary name, then put the files in place; leftovers of a killed build are removed."""
     output.parent.mkdir(parents=True, exist_ok=True)
     for stale in output.parent.glob(f".{output.name}.building-*"):

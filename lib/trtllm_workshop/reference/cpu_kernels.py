@@ -18,48 +18,29 @@ PACK_ROWS = 8
 
 
 def pack_linear_weights(module: GraphModule) -> GraphModule:
-    """Replace every float32 linear of a graph by oneDNN's packed one; the plain weights are dropped as it goes.
+    """Replace every float32 linear of a graph by oneDNN's packed one; each plain weight is dropped once it is packed.
 
     Returns the module unchanged where PyTorch was built without oneDNN.
     """
     if not torch.backends.mkldnn.is_available():
         return module
-    packed: dict[str, str] = {}
-    for node in list(module.graph.nodes):
-        if node.target is not torch.ops.aten.linear.default or node.args[1].op != "get_attr":
-            continue
-        x, weight = node.args[:2]
-        bias = node.args[2] if len(node.args) > 2 else None
-        name = str(weight.target)
-        if name not in packed:
-            packed[name] = f"packed_{len(packed)}"
-            owner, _, last = name.rpartition(".")
-            parent = module.get_submodule(owner)
-            tensor = getattr(parent, last)
-            module.register_buffer(
-                packed[name], torch.ops.mkldnn._reorder_linear_weight(tensor, PACK_ROWS), persistent=False
-            )
+    linear, packed_linear = torch.ops.aten.linear.default, torch.ops.mkldnn._linear_pointwise.default
+    for index, node in enumerate(list(module.graph.find_nodes(op="call_function", target=linear))):
+        x, weight, *rest = node.args
+        owner, _, name = str(weight.target).rpartition(".")
+        plain = getattr(module.get_submodule(owner), name)
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_ROWS)
+        module.register_buffer(f"packed_{index}", packed, persistent=False)
         with module.graph.inserting_before(node):
-            source = module.graph.get_attr(packed[name])
-            arguments = (x, source, bias, "none", [], "")
-            node.replace_all_uses_with(
-                module.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, arguments)
-            )
+            source = module.graph.get_attr(f"packed_{index}")
+            call = module.graph.call_function(packed_linear, (x, source, rest[0] if rest else None, "none", [], ""))
+        node.replace_all_uses_with(call)
         module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    module.delete_all_unused_submodules()
-    for name in packed:
-        owner, _, last = name.rpartition(".")
-        parent = module.get_submodule(owner) if has_submodule(module, owner) else None
-        if parent is not None and hasattr(parent, last):
-            delattr(parent, last)
+        if not weight.users:
+            module.graph.erase_node(weight)
+            delattr(module.get_submodule(owner), name)
     module.recompile()
     return module
-
-
-def has_submodule(module: GraphModule, name: str) -> bool:
-    """Whether a dotted name still leads to a submodule."""
-    return not name or name in dict(module.named_modules())
 
 
 def widens(dtype: torch.dtype, device: torch.device) -> bool:

@@ -150,12 +150,14 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
         weights = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys() if name != GRAPH}  # noqa: SIM118
     program = torch.export.load(io.BytesIO(graph.numpy().tobytes()))
     dtype = getattr(torch, precision)
-    run = bind(program, weights)
+    narrow = bind(program, weights)
+    run: Callable[..., torch.Tensor] = narrow
     if widens(dtype, device):
         wide = bind(program, {name: tensor.float() for name, tensor in weights.items()})
-        run = choose_by_tokens(run, pack_linear_weights(wide))
+        run = choose_by_tokens(narrow, pack_linear_weights(wide))
     elif device.type == "cpu" and dtype == torch.float32:
-        run = pack_linear_weights(run)
+        del weights  # so that each plain weight is free as soon as it is packed
+        run = pack_linear_weights(narrow)
     return Engine(config, folder, device, dtype, run)
 
 

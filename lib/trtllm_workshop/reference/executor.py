@@ -79,7 +79,7 @@ class Executor:
         )
         self.pool = torch.zeros(shape[0], blocks, *shape[1:], dtype=engine.dtype, device=engine.device)
         self.kv_cache = KvCacheManager(blocks, per_block)
-        self.scheduler = Scheduler(self.kv_cache, self.max_batch_size, build["max_num_tokens"])
+        self.scheduler: Scheduler[Request] = Scheduler(self.kv_cache, self.max_batch_size, build["max_num_tokens"])
         self.iterations = 0
 
     def submit(self, request: Request) -> None:
@@ -109,7 +109,7 @@ class Executor:
             The requests that got a token, finished ones included.
         """
         context, generation = self.scheduler.schedule()
-        requests: list[Request] = [*context, *generation]  # type: ignore[list-item]
+        requests: list[Request] = [*context, *generation]
         if not requests:
             return []
         self.iterations += 1
@@ -118,7 +118,7 @@ class Executor:
         self.scheduler.finish([r for r in requests if r.finished])
         return requests
 
-    def _forward(self, context, generation) -> torch.Tensor:
+    def _forward(self, context: list[Request], generation: list[Request]) -> torch.Tensor:
         """Pack one step and run the graph: [rows, vocabulary]; a row per request, or per token for context logits."""
         ids: list[int] = []
         positions: list[int] = []

@@ -171,8 +171,10 @@ class LLM:
         refuse_unknown("LLM.generate", kwargs, set(), official_fields("LLM.generate"))
         single = isinstance(inputs, str | dict) or (len(inputs) > 0 and isinstance(inputs[0], int))
         prompts = [inputs] if single else list(inputs)
-        shared = not isinstance(sampling_params, list | tuple)
-        params = [sampling_params or SamplingParams()] * len(prompts) if shared else list(sampling_params)
+        if isinstance(sampling_params, list | tuple):
+            params = list(sampling_params)
+        else:
+            params = [sampling_params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt")
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]

@@ -110,6 +110,7 @@ class Transformer(nn.Module):
         self.vocab_embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, dtype) for i in range(spec.num_hidden_layers))
         self.ln_f = RmsNorm(spec.hidden_size, spec.norm_epsilon, dtype)
+        self.rotary_table: torch.Tensor
         self.register_buffer("rotary_table", torch.empty(positions, 2, spec.head_size, dtype=torch.float32))
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -132,7 +132,7 @@ def generate(args: argparse.Namespace) -> int:
     batch = [torch.tensor(ids, dtype=torch.int32) for ids in prompts]
     started = time.perf_counter()
     if args.streaming:
-        outputs = None
+        outputs: dict[str, Any] = {}
         for step, outputs in enumerate(runner.generate(batch, streaming=True, **call)):
             if step % args.streaming_interval == 0:
                 show(prompts, outputs, tokenizer, partial=True)

@@ -177,7 +177,10 @@ class ModelRunnerCpp:
         ids = torch.tensor([[row + [filler] * (width - len(row))] for row in rows], dtype=torch.int32)
         if not (given.get("return_dict") or given.get("output_sequence_lengths")):
             return ids
-        result = {"output_ids": ids, "sequence_lengths": torch.tensor([[len(r)] for r in rows], dtype=torch.int32)}
+        result: dict[str, Any] = {
+            "output_ids": ids,
+            "sequence_lengths": torch.tensor([[len(r)] for r in rows], dtype=torch.int32),
+        }
         if given.get("output_generation_logits"):
             result["generation_logits"] = [torch.stack(r.generation_logits) for r in requests]
         for name in ("output_log_probs", "output_cum_log_probs"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from trtllm_workshop.reference.kv_cache import KvCacheManager
 
@@ -18,13 +18,21 @@ from trtllm_workshop.reference.kv_cache import KvCacheManager
 class Schedulable(Protocol):
     """What the scheduler needs to know about a request."""
 
-    request_id: int
-    prompt_token_ids: list[int]
-    max_new_tokens: int
+    @property
+    def request_id(self) -> int: ...
+
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+
+Job = TypeVar("Job", bound=Schedulable)
 
 
 @dataclass
-class Scheduler:
+class Scheduler(Generic[Job]):
     """Keeps the waiting line and the running batch.
 
     Args:
@@ -36,10 +44,10 @@ class Scheduler:
     kv_cache: KvCacheManager
     max_batch_size: int
     max_num_tokens: int
-    waiting: deque[Schedulable] = field(default_factory=deque)
-    running: list[Schedulable] = field(default_factory=list)
+    waiting: deque[Job] = field(default_factory=deque)
+    running: list[Job] = field(default_factory=list)
 
-    def add(self, request: Schedulable) -> None:
+    def add(self, request: Job) -> None:
         """Queue a request.
 
         Raises:
@@ -59,7 +67,7 @@ class Scheduler:
             )
         self.waiting.append(request)
 
-    def schedule(self) -> tuple[list[Schedulable], list[Schedulable]]:
+    def schedule(self) -> tuple[list[Job], list[Job]]:
         """Choose the next step.
 
         Returns:
@@ -67,7 +75,7 @@ class Scheduler:
         """
         generation = list(self.running)
         budget = self.max_num_tokens - len(generation)
-        context: list[Schedulable] = []
+        context: list[Job] = []
         while self.waiting and len(generation) + len(context) < self.max_batch_size:
             head = self.waiting[0]
             prompt = len(head.prompt_token_ids)
@@ -80,7 +88,7 @@ class Scheduler:
         self.running.extend(context)
         return context, generation
 
-    def finish(self, requests: Sequence[Schedulable]) -> None:
+    def finish(self, requests: Sequence[Job]) -> None:
         """Take requests out of the batch (or the waiting line) and free their blocks."""
         ended = {r.request_id for r in requests}
         self.running = [r for r in self.running if r.request_id not in ended]

@@ -36,7 +36,7 @@ def network_model(program: torch.export.ExportedProgram) -> Any:
             domain, operator = (namespace, operator) if operator else ("python", node.target.__name__)
             domains.add(domain)
             names = [n.name for n in node.all_input_nodes]
-            constants = {
+            constants: dict[str, Any] = {
                 f"arg{i}": a
                 for i, a in enumerate(node.args)
                 if isinstance(a, int | float | str) and not isinstance(a, bool)
