@@ -68,10 +68,12 @@ def memory_bars(entries: Sequence[tuple[str, float]], title: str) -> Any:
         sizes = [size for _, size in entries]
         s.bars(axes, [name for name, _ in entries], sizes, [readable_bytes(size) for size in sizes])
         axes.set_xscale("log")
-        axes.set_xlim(min(sizes) / 10, max(sizes) * 30)
-        ticks = [10.0**power for power in range(0, 19, 3) if min(sizes) / 10 < 10.0**power < max(sizes) * 30]
+        low, high = min(sizes) / 10, max(sizes) * 30
+        axes.set_xlim(low, high)
+        step = 1 if high / low < 1e6 else 3
+        ticks = [10.0**power for power in range(0, 19, step) if low < 10.0**power < high]
         axes.set_xticks(ticks, [readable_bytes(tick) for tick in ticks])
-        axes.set_xlabel("bytes (each step to the right is a thousand times more)")
+        axes.set_xlabel("bytes (logarithmic scale)")
         axes.set_title(title)
         s.grid(axes, "x")
     return figure
