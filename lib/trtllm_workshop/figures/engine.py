@@ -13,7 +13,7 @@ def three_folders(folders: Sequence[tuple[str, str, str]], commands: Sequence[st
     count = len(folders)
     with s.canvas(12, 3.6) as (figure, axes):
         s.plain(axes)
-        axes.set_xlim(0, 4.2 * count - 1.2)
+        axes.set_xlim(-0.1, 4.2 * count - 1.1)
         axes.set_ylim(0, 3.2)
         for place, (title, size, fixed) in enumerate(folders):
             x = 4.2 * place
