@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 
 def official_fields(api_name: str) -> dict[str, Any]:
@@ -49,11 +49,28 @@ def refuse_unknown(
     return kept
 
 
+def plain_text(problem: Any) -> str:
+    """One of pydantic's errors as a sentence: our own text, or the field, its value and what is wrong with it."""
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    return f"{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}"
+
+
 class OfficialConfig(BaseModel):
-    """Base of the configuration classes: keyword only, checked on assignment too."""
+    """Base of the configuration classes: keyword only, checked on assignment too.
+
+    Raises:
+        ValueError: in one plain line, for an unknown name or a value of the wrong type or range.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
     api_name: ClassVar[str] = ""
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ValueError("; ".join(map(plain_text, error.errors()))) from None
 
     @model_validator(mode="before")
     @classmethod

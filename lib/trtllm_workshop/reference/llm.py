@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +105,7 @@ class LLM:
                 "the reference toolchain runs engines of one rank; leave both at 1"
             )
         self._workspace: tempfile.TemporaryDirectory | None = None
+        self._loaded = None
         folder = Path(model)
         kind = classify(folder)
         build: BuildConfig | None = args.get("build_config")
@@ -116,8 +119,14 @@ class LLM:
                 tokenizer, trust_remote_code, tokenizer_mode, tokenizer_revision
             )
         self._generation_config = read_generation_config(tokenizer_folder)
-        engine_folder = folder if kind == "engine" else self._build(folder, kind, dtype, build)
-        self._executor = Executor(load_engine(engine_folder), args.get("kv_cache_config"), args.get("max_batch_size"))
+        try:
+            engine_folder = folder if kind == "engine" else self._build(folder, kind, dtype, build)
+            self._loaded: Executor | None = Executor(
+                load_engine(engine_folder), args.get("kv_cache_config"), args.get("max_batch_size")
+            )
+        except BaseException:
+            self.shutdown()
+            raise
         self._engine_folder = engine_folder
         limits = self._executor.engine.build_config
         for name in ("max_seq_len", "max_input_len", "max_num_tokens"):
@@ -141,6 +150,12 @@ class LLM:
         if self.args.get("gather_generation_logits"):
             config = config.model_copy(update={"gather_generation_logits": True})
         return build_engine(checkpoint, config, Path(self._workspace.name) / "engine")
+
+    @property
+    def _executor(self) -> Executor:
+        if self._loaded is None:
+            raise RuntimeError("this LLM was shut down: its engine is no longer loaded. Make a new LLM to generate again")
+        return self._loaded
 
     @property
     def workspace(self) -> Path | None:
@@ -167,8 +182,11 @@ class LLM:
 
         Raises:
             ValueError: for a prompt that is empty or too long, or parameters that need another build.
+            RuntimeError: after shutdown.
         """
         refuse_unknown("LLM.generate", kwargs, set(), official_fields("LLM.generate"))
+        if len(inputs) == 0:
+            raise ValueError("inputs is empty: give a text, a list of token ids, or a list of prompts")
         single = isinstance(inputs, str | dict) or (len(inputs) > 0 and isinstance(inputs[0], int))
         prompts = [inputs] if single else list(inputs)
         if isinstance(sampling_params, list | tuple):
@@ -187,7 +205,8 @@ class LLM:
             self._executor.abort(requests)
             raise
         outputs = [
-            RequestOutput.of(r, p if isinstance(p, str) else None) for r, p in zip(requests, prompts, strict=True)
+            RequestOutput.of(r, p.get("prompt") if isinstance(p, dict) else p if isinstance(p, str) else None)
+            for r, p in zip(requests, prompts, strict=True)
         ]
         return outputs[0] if single else outputs
 
@@ -234,6 +253,11 @@ class LLM:
 
     def _token_ids(self, prompt: Any, params: SamplingParams) -> list[int]:
         if isinstance(prompt, dict):
+            if unknown := sorted(set(prompt) - {"prompt", "prompt_token_ids"}):
+                raise ValueError(
+                    f"a prompt dictionary has 'prompt' or 'prompt_token_ids'; {', '.join(map(repr, unknown))} is not "
+                    "implemented by the reference toolchain"
+                )
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
             if not prompt:
@@ -242,25 +266,30 @@ class LLM:
                 raise ValueError("a text prompt needs a tokenizer; pass LLM(…, tokenizer=HF_FOLDER), or give token ids")
             prompt = self.tokenizer.encode(prompt, add_special_tokens=params.add_special_tokens)
         if not isinstance(prompt, list | tuple) or not all(isinstance(t, int) for t in prompt):
-            raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
+            raise ValueError(f"a prompt must be text or a list of token ids (whole numbers), not {prompt!r:.60}")
         ids = list(prompt)
         return ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
 
     def save(self, engine_dir: str) -> None:
-        """Copy the engine to a folder, so that it need not be built again.
+        """Copy the engine to a folder, so that it need not be built again. The folder appears whole or not at all.
 
         Raises:
             FileExistsError: when the folder already holds something.
         """
-        import shutil
-
-        if classify(Path(engine_dir)) not in ("missing", "empty"):
+        target = Path(engine_dir)
+        if classify(target) not in ("missing", "empty"):
             raise FileExistsError(f"{engine_dir} is not empty; name a new folder")
-        shutil.copytree(self._engine_folder, engine_dir, dirs_exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.saving-{os.getpid()}")
+        try:
+            shutil.copytree(self._engine_folder, temporary)
+            os.replace(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def shutdown(self) -> None:
         """Free the engine, the KV cache and the temporary workspace. Safe to call twice."""
-        self._executor = None  # type: ignore[assignment]
+        self._loaded = None
         if self._workspace is not None:
             self._workspace.cleanup()
             self._workspace = None

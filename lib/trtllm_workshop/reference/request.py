@@ -25,7 +25,7 @@ class Logprob:
 def logprobs_of(logits: torch.Tensor, chosen: int, count: int) -> dict[int, Logprob]:
     """The chosen token and the `count` most likely ones. logits: [vocabulary] float32, before any sampling change."""
     values = logits.log_softmax(-1)
-    top = values.topk(count).indices.tolist() if count else []
+    top = values.topk(min(count, len(values))).indices.tolist() if count else []
     found = {t: Logprob(float(values[t]), rank + 1) for rank, t in enumerate(top)}
     if chosen not in found:
         found[chosen] = Logprob(float(values[chosen]), int((values > values[chosen]).sum()) + 1)
@@ -70,8 +70,13 @@ class Request:
 
     def accept(self, token: int) -> None:
         """Add a token and decide whether the request ends with it."""
-        self.token_ids.append(token)
         rules = self.rules
+        if token in rules.stop_ids - rules.end_ids and not self.params.include_stop_str_in_output:
+            # A stop token is no part of the answer, and so nothing that was kept about it is.
+            del self.logprobs[len(self.token_ids) :], self.generation_logits[len(self.token_ids) :]
+            self._finish("stop", token)
+            return
+        self.token_ids.append(token)
         if self._stream is not None:
             self.text += self._stream.add(token)
         if token in rules.end_ids:

@@ -163,9 +163,17 @@ class ModelRunnerCpp:
         try:
             for request in requests:
                 self._executor.submit(request)
-            while self._executor.busy:
-                self._executor.step()
-                yield self._output(requests, given)
+            shown = 0
+            # Steps of another generator of this runner serve these requests too, so what counts is what was made.
+            while True:
+                made = sum(len(r.token_ids) for r in requests)
+                if made > shown:
+                    shown = made
+                    yield self._output(requests, given)
+                elif all(r.finished for r in requests):
+                    return
+                else:
+                    self._executor.step()
         finally:
             # A consumer that stops early must not leave its requests in the batch.
             self._executor.abort([r for r in requests if not r.finished])

@@ -77,6 +77,12 @@ class SamplingParams(OfficialConfig):
             "min_tokens",
             f"at most max_tokens ({self.max_tokens})",
         )
+        need(self.min_tokens is None or self.min_tokens >= 0, "min_tokens", "0 or more")
+        need(
+            self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,
+            "truncate_prompt_tokens",
+            "at least 1",
+        )
         need(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more")
         need(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more")
         return self
@@ -135,7 +141,7 @@ def stop_rules(params: SamplingParams, tokenizer: Any, generation_config: dict[s
     if params.end_id is not None:
         ends = [params.end_id, *ends[1:]]
     bad = [[t] for t in params.bad_token_ids or []]
-    for word in as_list(params.bad):
+    for word in filter(None, as_list(params.bad)):
         for spelling in {word, " " + word.lstrip()}:
             ids = tokenizer.encode(spelling, add_special_tokens=False)
             if ids:
