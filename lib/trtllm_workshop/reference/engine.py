@@ -75,6 +75,11 @@ def check_fingerprint(built: dict[str, Any], here: dict[str, Any], path: Path) -
             f"{built['compute']}, please rebuild. ({path} was built for {built['compute']}; this machine is "
             f"{here['compute']}. Engines do not travel: run trtllm-build on the machine that will load it.)"
         )
+    if built["precision"] != here["precision"]:
+        raise EngineError(
+            f"{path} was built for {built['precision']}, and config.json beside it says {here['precision']}: the two files do "
+            "not belong together. Run trtllm-build again."
+        )
     if built["world_size"] != here["world_size"]:
         raise EngineError(
             f"Engine world size ({built['world_size']}) != Runtime world size ({here['world_size']}). {path} is split over "
@@ -112,8 +117,9 @@ def read_fingerprint(path: Path) -> dict[str, Any]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            return json.loads((file.metadata() or {})["fingerprint"])
-    except (SafetensorError, KeyError, OSError) as error:
+            mark = json.loads((file.metadata() or {})["fingerprint"])
+        return {name: mark[name] for name in ("toolchain", "torch", "compute", "precision", "world_size")}
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise EngineError(
             f"{path} is not a complete engine of the reference toolchain ({type(error).__name__}: {error}). If TensorRT-LLM "
             "built it, load it with TensorRT-LLM; otherwise run trtllm-build again."
@@ -136,6 +142,10 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
     if not path.is_file():
         raise EngineError(f"{path} is missing: the engine folder is incomplete. Run trtllm-build again.")
     device = device or default_device()
+    if missing := {"pretrained_config", "build_config"} - set(config):
+        raise EngineError(
+            f"{folder / 'config.json'} is not an engine's: {' and '.join(sorted(missing))} missing. Run trtllm-build again."
+        )
     precision = config["pretrained_config"]["dtype"]
     version = config.get("version")
     if version != VERSION:
@@ -144,13 +154,17 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
             f"{folder / 'config.json'}). Load this engine with TensorRT-LLM {version}, or run trtllm-build again here."
         )
     check_fingerprint(read_fingerprint(path), fingerprint(device, precision, 1), path)
-    with safe_open(path, framework="pt") as file:
-        graph = file.get_tensor(GRAPH)
-        # Copied out of the mapped file: aligned memory, and the file may be replaced while the engine is in use.
-        weights = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys() if name != GRAPH}  # noqa: SIM118
-    program = torch.export.load(io.BytesIO(graph.numpy().tobytes()))
+    try:
+        with safe_open(path, framework="pt") as file:
+            graph = file.get_tensor(GRAPH)
+            # Copied out of the mapped file: aligned memory, and the file may be replaced while the engine is in use.
+            weights = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys() if name != GRAPH}  # noqa: SIM118
+        program = torch.export.load(io.BytesIO(graph.numpy().tobytes()))
+        narrow = bind(program, weights)
+    except Exception as error:  # a damaged graph fails in many ways, none of which says which file it was
+        reason = (str(error).splitlines() or [""])[0]
+        raise EngineError(f"{path} is damaged ({type(error).__name__}: {reason}). Run trtllm-build again.") from error
     dtype = getattr(torch, precision)
-    narrow = bind(program, weights)
     run: Callable[..., torch.Tensor] = narrow
     if widens(dtype, device):
         wide = bind(program, {name: tensor.float() for name, tensor in weights.items()})

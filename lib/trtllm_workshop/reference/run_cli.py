@@ -54,34 +54,56 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """Token ids of every prompt, cut to --max_input_length from the left.
+    """Token ids of every prompt, at most --max_input_length: the first ones of a text, the last ones of a row of ids.
 
     Raises:
-        ValueError: for a file of an unknown kind, or an empty prompt.
+        ValueError: for a file of an unknown kind, a cell that is no token id, or an empty prompt.
     """
+    most = args.max_input_length
+    if most < 1:
+        raise ValueError(f"--max_input_length {most}: a prompt has at least 1 token")
     texts = list(args.input_text)
     if args.input_file:
         path = Path(args.input_file)
         if path.suffix == ".csv":
-            return [[int(t) for t in row] for row in csv.reader(path.open())]
+            rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
+            return [[_token_id(cell, path, number) for cell in row][-most:] for number, row in enumerate(rows, 1)]
         if path.suffix != ".txt":
             raise ValueError(
                 f"--input_file {path}: a .txt file (one prompt a line) or a .csv file (token ids) is read here"
             )
-        texts = [line for line in path.read_text().splitlines() if line]
-    prompts = [tokenizer.encode(t, add_special_tokens=args.add_special_tokens)[: args.max_input_length] for t in texts]
-    for text, ids in zip(texts, prompts, strict=True):
+        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    prompts = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=args.add_special_tokens) if text else []
         if not ids:
             raise ValueError(f"the prompt {text!r} is empty: give at least one token")
+        if len(ids) > most:
+            print(f"[TRT-LLM] [W] a prompt of {len(ids)} tokens is cut to the first {most} (--max_input_length)")
+        prompts.append(ids[:most])
     return prompts
 
 
-def word_ids(groups: list[list[str]] | None, tokenizer: Any) -> list[list[int]] | None:
-    """Stop or bad words as token ids; each word as typed and as it is inside a text, after a blank."""
-    if not groups:
-        return None
-    words = {spelling for group in groups for word in group for spelling in (word, " " + word.lstrip())}
-    return [tokenizer.encode(w, add_special_tokens=False) for w in sorted(words)]
+def _token_id(cell: str, path: Path, row: int) -> int:
+    if not cell.strip().isdecimal():
+        raise ValueError(f"--input_file {path}, row {row}: {cell!r} is no token id; each row is one prompt of token ids")
+    return int(cell)
+
+
+def word_ids(flag: str, groups: list[list[str]] | None, tokenizer: Any, prompts: int) -> list[list[list[int]]]:
+    """Stop or bad words of each prompt as token ids; each word as typed and as it is inside a text, after a blank.
+
+    The flag given several times has one group of words for each prompt in turn; given once, it is for all of them.
+
+    Raises:
+        ValueError: for another number of groups than prompts.
+    """
+    groups = groups or [[]]
+    if len(groups) not in (1, prompts):
+        raise ValueError(f"{flag} is given {len(groups)} times for {prompts} prompts: give it once, or once per prompt")
+    spellings = [sorted({s for word in group if word for s in (word, " " + word.lstrip())}) for group in groups]
+    ids = [[tokenizer.encode(w, add_special_tokens=False) for w in group] for group in spellings]
+    return ids * prompts if len(ids) == 1 else ids
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -99,7 +121,8 @@ def generate(args: argparse.Namespace) -> int:
     ends = end_of_sequence_ids(tokenizer, read_generation_config(folder))
     end_id = args.end_id if args.end_id is not None else (ends[0] if ends else -1)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else max(end_id, 0)
-    stop = (word_ids(args.stop_words, tokenizer) or []) + [[e] for e in ends if e != end_id and args.end_id is None]
+    more_ends = [[e] for e in ends if e != end_id and args.end_id is None]
+    stop = [words + more_ends for words in word_ids("--stop_words", args.stop_words, tokenizer, len(prompts))]
 
     options: dict[str, Any] = {}
     runner_class = ModelRunner if args.use_py_session else ModelRunnerCpp
@@ -123,8 +146,8 @@ def generate(args: argparse.Namespace) -> int:
         "max_new_tokens": args.max_output_len,
         "end_id": end_id,
         "pad_id": pad_id,
-        "stop_words_list": stop or None,
-        "bad_words_list": word_ids(args.bad_words, tokenizer),
+        "stop_words_list": stop,
+        "bad_words_list": word_ids("--bad_words", args.bad_words, tokenizer, len(prompts)),
         "return_dict": True,
         "output_sequence_lengths": True,
         **sampling,
@@ -164,13 +187,17 @@ def show(prompts: list[list[int]], outputs: dict[str, Any], tokenizer: Any, part
 
 
 def save(args: argparse.Namespace, prompts: list[list[int]], outputs: dict[str, Any]) -> None:
+    """The rows of output_ids, prompts and padding included, as TensorRT-LLM's run.py writes them."""
+    rows = outputs["output_ids"].flatten(0, 1)
+    for name in filter(None, (args.output_csv, args.output_npy)):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
     if args.output_csv:
         with open(args.output_csv, "w", newline="") as file:
-            csv.writer(file).writerows(answers(prompts, outputs))
+            csv.writer(file).writerows(rows.tolist())
     if args.output_npy:
         import numpy
 
-        numpy.save(args.output_npy, outputs["output_ids"].numpy())
+        numpy.save(args.output_npy, rows.numpy())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -215,15 +215,20 @@ class ModelRunner(ModelRunnerCpp):
 
 
 def _per_row(value: Any, row: int) -> Any:
-    """Sampling values may be one for all or a list, one per request."""
-    return value[row] if isinstance(value, list | tuple) else value
+    """Values may be one for all or a list, one per request."""
+    if not isinstance(value, list | tuple):
+        return value
+    if row >= len(value):
+        raise ValueError(f"{value!r:.80} has {len(value)} entries and the batch has more requests: give one per request")
+    return value[row]
 
 
 def _words(words: Any, row: int) -> list[list[int]]:
-    """Stop or bad words of a request: token id lists, one list for all requests or one per request."""
+    """Stop or bad words of a request: token id lists, one list for all requests or one list of them per request."""
     if not words:
         return []
-    entry = words[row] if words and words[0] and isinstance(words[0][0], list | tuple) else words
+    per_request = any(isinstance(part, list | tuple) for entry in words for part in entry) or not any(words)
+    entry = _per_row(words, row) if per_request else words
     return [list(map(int, word)) for word in entry if len(word)]
 
 
