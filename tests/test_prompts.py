@@ -102,7 +102,7 @@ def test_P94_an_instruct_model_without_its_template_is_warned_about():
 def test_P94_loops_of_words_and_tokens_are_found():
     text = "The cat sat. I am a cat. I am a cat. I am a cat. I am a cat. I am"
     loop = find_loop(text.split())
-    assert loop is not None and loop.count == 4 and loop.start == 3 and loop.part == ("I", "am", "a", "cat.")
+    assert loop is not None and loop.times == 4 and loop.start == 3 and loop.part == ("I", "am", "a", "cat.")
     assert find_loop([1, 2, 3, 9, 9, 9, 9]) == ((9,), 4, 3)
     assert find_loop([1, 2, 3, 9, 9, 9]) is None, "three times is emphasis"
     assert find_loop(["one", "two", "three", "four", "five", "six", "seven", "eight"]) is None and find_loop([]) is None
@@ -116,9 +116,9 @@ def test_P94_loops_of_words_and_tokens_are_found():
 )
 def test_P94_every_loop_is_found_with_its_period(head, part, count):
     loop = find_loop(head + part * count)
-    assert loop is not None and len(loop.part) <= len(part) and loop.count >= count
+    assert loop is not None and len(loop.part) <= len(part) and loop.times >= count
     tail = (head + part * count)[loop.start :]
-    assert tail == (list(loop.part) * (loop.count + 1))[: len(tail)]
+    assert tail == (list(loop.part) * (loop.times + 1))[: len(tail)]
 
 
 def test_P94_the_finish_note_says_looping():

@@ -91,7 +91,7 @@ class Loop(NamedTuple):
     """A sequence that ends in repetitions: the repeated part, how often, and where the first one begins."""
 
     part: tuple
-    count: int
+    times: int
     start: int
 
 

@@ -11,7 +11,6 @@ import functools
 import io
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +28,13 @@ from trtllm_workshop.checkpoint import (
     tensor_index,
 )
 from trtllm_workshop.model_spec import ModelSpec
+from trtllm_workshop.reference.build_output import BuildError, clear_leftovers, engine_folder
 from trtllm_workshop.reference.configs import BuildConfig
-from trtllm_workshop.reference.engine import GRAPH, default_device, fingerprint
+from trtllm_workshop.reference.engine import GRAPH, config_sum, default_device, fingerprint
 from trtllm_workshop.reference.network import DecoderForCausalLM
 from trtllm_workshop.reference.rotary import rotary_table
 from trtllm_workshop.reference.version import VERSION
 from trtllm_workshop.safetensors_file import write_header
-
-
-class BuildError(RuntimeError):
-    """A build that cannot be done; the text says why and what to change."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +177,11 @@ def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
             f"Required but not provided tensors: {summarise_names(missing)} in {folder}; convert the model again"
         )
     for name, shape in expected.items():
+        if found[name].dtype != config["dtype"]:
+            raise BuildError(
+                f"Parameter {name} is {found[name].dtype}, config.json of {folder} says dtype {config['dtype']}: convert the "
+                "model again"
+            )
         if tuple(found[name].shape) != tuple(shape):
             raise BuildError(
                 f"Parameter {name} has invalid shape {tuple(found[name].shape)} compared with expected shape {tuple(shape)}; "
@@ -205,6 +206,8 @@ def build_engine(
     if (kind := classify(output)) not in ("missing", "empty", "engine"):
         raise BuildError(f"--output_dir {output} already holds something else ({kind}); name a new or an engine folder")
     limits, notes = resolve_limits(build, config)
+    for stale in clear_leftovers(output):
+        log(f"[TRT-LLM] [I] removed {stale}, the rest of an interrupted build")
     for note in notes:
         log(f"[TRT-LLM] [I] {note}")
     spec = ModelSpec.from_checkpoint_config(config)
@@ -261,44 +264,17 @@ def _write(
     tensors: Callable[[], Iterator[tuple[str, list[torch.Tensor]]]],
     precision: str,
 ) -> None:
-    """Write under a temporary name, then put the files in place; leftovers of a killed build are removed."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for stale in output.parent.glob(f".{output.name}.building-*"):
-        if not _alive(int(stale.name.rpartition("-")[2])):
-            shutil.rmtree(stale)
+    """Write both files of the engine folder; the engine file carries the sum of the config.json that belongs to it."""
     graph = graph_tensor(program)
     need = sum(p.nbytes for _, parts in tensors() for p in parts) + graph.nbytes
-    if (free := shutil.disk_usage(output.parent).free) < need:
-        raise BuildError(
-            f"the engine needs {need / 1e6:.0f} MB, {output.parent} has {free / 1e6:.0f} MB free; free space there or choose "
-            "another --output_dir"
-        )
-    temporary = output.parent / f".{output.name}.building-{os.getpid()}"
-    temporary.mkdir()
-    try:
-        mark = json.dumps(fingerprint(default_device(), precision, 1))
+    text = json.dumps(contents, indent=4) + "\n"
+    mark = json.dumps(fingerprint(default_device(), precision, 1))
+    metadata = {"fingerprint": mark, "config_sha256": config_sum(text.encode()), "format": "pt"}
 
-        def everything() -> Iterator[tuple[str, list[torch.Tensor]]]:
-            yield from tensors()
-            yield GRAPH, [graph]
+    def everything() -> Iterator[tuple[str, list[torch.Tensor]]]:
+        yield from tensors()
+        yield GRAPH, [graph]
 
-        write_engine_file(temporary / "rank0.engine", everything, {"fingerprint": mark, "format": "pt"})
-        (temporary / "config.json").write_text(json.dumps(contents, indent=4) + "\n")
-        if output.is_dir():
-            for name in ("rank0.engine", "config.json"):
-                os.replace(temporary / name, output / name)
-        else:
-            os.rename(temporary, output)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    with engine_folder(output, need) as work:
+        write_engine_file(work / "rank0.engine", everything, metadata)
+        (work / "config.json").write_text(text)

@@ -8,6 +8,7 @@ compared before anything is loaded; a mismatch is refused in the words people me
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import platform
@@ -53,6 +54,11 @@ def fingerprint(device: torch.device, precision: str, world_size: int) -> dict[s
         "precision": precision,
         "world_size": world_size,
     }
+
+
+def config_sum(config: bytes) -> str:
+    """What an engine file keeps of its config.json, to know it again."""
+    return hashlib.sha256(config).hexdigest()
 
 
 def check_fingerprint(built: dict[str, Any], here: dict[str, Any], path: Path) -> None:
@@ -118,7 +124,7 @@ def read_fingerprint(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             mark = json.loads((file.metadata() or {})["fingerprint"])
-        return {name: mark[name] for name in ("toolchain", "torch", "compute", "precision", "world_size")}
+        return mark | {name: mark[name] for name in ("toolchain", "torch", "compute", "precision", "world_size")}
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise EngineError(
             f"{path} is not a complete engine of the reference toolchain ({type(error).__name__}: {error}). If TensorRT-LLM "
@@ -156,6 +162,7 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
     check_fingerprint(read_fingerprint(path), fingerprint(device, precision, 1), path)
     try:
         with safe_open(path, framework="pt") as file:
+            kept = (file.metadata() or {}).get("config_sha256")
             graph = file.get_tensor(GRAPH)
             # Copied out of the mapped file: aligned memory, and the file may be replaced while the engine is in use.
             weights = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys() if name != GRAPH}  # noqa: SIM118
@@ -164,6 +171,11 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
     except Exception as error:  # a damaged graph fails in many ways, none of which says which file it was
         reason = (str(error).splitlines() or [""])[0]
         raise EngineError(f"{path} is damaged ({type(error).__name__}: {reason}). Run trtllm-build again.") from error
+    if kept is not None and kept != config_sum((folder / "config.json").read_bytes()):
+        raise EngineError(
+            f"{path} and config.json beside it do not belong together: a build was interrupted, or config.json was edited "
+            "(an engine's limits cannot be changed after the build). Run trtllm-build again."
+        )
     dtype = getattr(torch, precision)
     run: Callable[..., torch.Tensor] = narrow
     if widens(dtype, device):

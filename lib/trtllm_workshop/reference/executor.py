@@ -67,7 +67,9 @@ class Executor:
         config, build = engine.pretrained_config, engine.build_config
         limit = build["max_batch_size"]
         if max_batch_size is not None and max_batch_size < 1:
-            raise ValueError(f"max_batch_size={max_batch_size} must be at least 1; leave it out for the engine's {limit}")
+            raise ValueError(
+                f"max_batch_size={max_batch_size} must be at least 1; leave it out for the engine's {limit}"
+            )
         self.max_batch_size = min(max_batch_size or limit, limit)
         per_block = build["plugin_config"]["tokens_per_block"]
         shape = (config["num_hidden_layers"], per_block, 2, config["num_key_value_heads"], config["head_size"])

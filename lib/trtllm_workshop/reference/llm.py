@@ -105,7 +105,7 @@ class LLM:
                 "the reference toolchain runs engines of one rank; leave both at 1"
             )
         self._workspace: tempfile.TemporaryDirectory | None = None
-        self._loaded = None
+        self._loaded: Executor | None = None
         folder = Path(model)
         kind = classify(folder)
         build: BuildConfig | None = args.get("build_config")
@@ -121,9 +121,7 @@ class LLM:
         self._generation_config = read_generation_config(tokenizer_folder)
         try:
             engine_folder = folder if kind == "engine" else self._build(folder, kind, dtype, build)
-            self._loaded: Executor | None = Executor(
-                load_engine(engine_folder), args.get("kv_cache_config"), args.get("max_batch_size")
-            )
+            self._loaded = Executor(load_engine(engine_folder), args.get("kv_cache_config"), args.get("max_batch_size"))
         except BaseException:
             self.shutdown()
             raise
@@ -154,7 +152,9 @@ class LLM:
     @property
     def _executor(self) -> Executor:
         if self._loaded is None:
-            raise RuntimeError("this LLM was shut down: its engine is no longer loaded. Make a new LLM to generate again")
+            raise RuntimeError(
+                "this LLM was shut down: its engine is no longer loaded. Make a new LLM to generate again"
+            )
         return self._loaded
 
     @property

@@ -86,7 +86,9 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
 
 def _token_id(cell: str, path: Path, row: int) -> int:
     if not cell.strip().isdecimal():
-        raise ValueError(f"--input_file {path}, row {row}: {cell!r} is no token id; each row is one prompt of token ids")
+        raise ValueError(
+            f"--input_file {path}, row {row}: {cell!r} is no token id; each row is one prompt of token ids"
+        )
     return int(cell)
 
 

@@ -219,7 +219,9 @@ def _per_row(value: Any, row: int) -> Any:
     if not isinstance(value, list | tuple):
         return value
     if row >= len(value):
-        raise ValueError(f"{value!r:.80} has {len(value)} entries and the batch has more requests: give one per request")
+        raise ValueError(
+            f"{value!r:.80} has {len(value)} entries and the batch has more requests: give one per request"
+        )
     return value[row]
 
 

@@ -1,0 +1,95 @@
+"""An engine folder that is complete or not there, and what a killed build left behind.
+
+The files are written into a hidden folder beside the target and renamed into place when they are complete. Files of
+other kinds in an engine folder (a network picture, notes) stay where they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The engine first: with the old config.json beside it, it is refused when it is loaded (see engine.load_engine).
+FILES = ("rank0.engine", "config.json")
+
+
+class BuildError(RuntimeError):
+    """A build that cannot be done; the text says why and what to change."""
+
+
+def check_space(output: Path, need: int) -> None:
+    """Raises BuildError when the file system of the output has less than `need` bytes free."""
+    place = output.absolute()
+    while not place.exists():
+        place = place.parent
+    if (free := shutil.disk_usage(place).free) < need:
+        raise BuildError(
+            f"the engine needs {need / 1e6:.1f} MB, {place} has {free / 1e6:.1f} MB free; free space there or choose "
+            f"another --output_dir than {output}"
+        )
+
+
+def clear_leftovers(output: Path) -> list[Path]:
+    """Remove what killed builds of the same output left behind on this host; returns the removed folders.
+
+    Only folders with the name a build gives, of a process that is gone, with nothing but a build's files are removed.
+    """
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.building-{re.escape(socket.gethostname())}-(\d+)")
+    removed = []
+    for entry in sorted(output.parent.iterdir()) if output.parent.is_dir() else []:
+        match = pattern.fullmatch(entry.name)
+        if not match or not entry.is_dir() or entry.is_symlink() or alive(int(match[1])):
+            continue
+        if {file.name for file in entry.iterdir()} <= set(FILES):
+            shutil.rmtree(entry)
+            removed.append(entry)
+    return removed
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this host with this number runs; this process itself does not count."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def engine_folder(output: Path, need: int) -> Iterator[Path]:
+    """Yields a fresh folder for FILES; when the block ends well they are put in place, otherwise they are removed.
+
+    Raises:
+        BuildError: when the disk is full, before or while writing `need` bytes.
+    """
+    check_space(output, need)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    work = output.with_name(f".{output.name}.building-{socket.gethostname()}-{os.getpid()}")
+    work.mkdir()
+    try:
+        yield work
+        if output.is_dir():
+            for name in FILES:
+                os.replace(work / name, output / name)
+        else:
+            os.rename(work, output)
+    except OSError as error:
+        if error.errno not in OUT_OF_SPACE:
+            raise
+        raise BuildError(
+            f"the disk of {output.parent.absolute()} is full ({error.strerror}): the engine needs {need / 1e6:.1f} MB; free "
+            f"space there or choose another --output_dir than {output}"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
