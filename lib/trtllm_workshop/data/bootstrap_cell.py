@@ -54,4 +54,4 @@ if importlib.util.find_spec("trtllm_workshop") is None:
 
 from trtllm_workshop import install_gpu
 
-install_gpu.prepare()
+decision = install_gpu.prepare()

@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = make_parser().parse_args(argv)
     # Heavy modules are imported after the command line is known to be right: a typing mistake answers at once.
-    from trtllm_workshop.checkpoint import WrongFolderKind
-    from trtllm_workshop.reference.build import BuildError, build_engine
-    from trtllm_workshop.reference.configs import BuildConfig, PluginConfig
+    from trtllm_workshop.checkpoint import WrongFolderKind, require_kind
     from trtllm_workshop.reference.version import banner
 
     print(banner("trtllm-build"), flush=True)
@@ -76,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    try:
+        require_kind(args.checkpoint_dir, "checkpoint")
+    except WrongFolderKind as error:
+        print(f"[TRT-LLM] [E] {error}", file=sys.stderr)
+        return 1
+    from trtllm_workshop.reference.build import BuildError, build_engine
+    from trtllm_workshop.reference.configs import BuildConfig, PluginConfig
+
     # A terminated build must clean up behind itself; by default Python would just stop.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     started = time.perf_counter()
@@ -91,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plugin_config=PluginConfig(**plugins),
         )
         output = build_engine(Path(args.checkpoint_dir), config, Path(args.output_dir))
-    except (BuildError, WrongFolderKind, ValueError, OSError) as error:
+    except (BuildError, ValueError, OSError) as error:
         print(f"[TRT-LLM] [E] {error}", file=sys.stderr)
         return 1
     if args.monitor_memory:
