@@ -20,6 +20,7 @@ from trtllm_workshop.checkpoint import verify_checkpoint
 from trtllm_workshop.reference import convert_cli
 from trtllm_workshop.reference.convert import convert_checkpoint
 from trtllm_workshop.reference.convert_plan import Sharding
+from trtllm_workshop.reference.convert_source import ConversionError
 
 EXAMPLES = Path(trtllm_workshop.reference.__file__).parent / "examples" / "models" / "core"
 
@@ -46,12 +47,24 @@ def test_error_while_writing_leaves_the_old_checkpoint(source, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(
+            ConversionError, match=rf"disk of {re.escape(str(tmp_path))} is full \(No space.* needs .* GB"
+        ):
             convert(source, target, dtype="bfloat16")
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
     assert convert(source, target, tp=2, dtype="bfloat16").config["dtype"] == "bfloat16"
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
+
+
+def test_a_disk_that_is_full_while_writing(source, tmp_path):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+    run = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    arguments = command("llama", "--model_dir", source, "--output_dir", tmp_path / "out")[1:]
+    done = subprocess.run([sys.executable, "-c", limit + run, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert f"the disk of {tmp_path} is full" in done.stderr and f"{tmp_path / 'out'} needs 0.000" in done.stderr
+    assert "Traceback" not in done.stderr and os.listdir(tmp_path) == ["hf"]
 
 
 def test_output_folders_that_are_not_overwritten(source, tmp_path):

@@ -131,8 +131,9 @@ def convert_checkpoint(
         config = checkpoint_config(spec, stored, sharding)
         ranks = sharding.tp_size * sharding.pp_size
         plans = [list(plan_rank(spec, sharding, rank, head)) for rank in range(ranks)]
-        check_space(target, sum(_plan_bytes(plan, stored) for plan in plans))
-        with replacing(target, verify_checkpoint) as work:
+        needed = sum(_plan_bytes(plan, stored) for plan in plans)
+        check_space(target, needed)
+        with replacing(target, verify_checkpoint, needed) as work:
             sizes = _write_ranks(work, plans, source, stored, workers, report)
             _write_config(work, config)
     return Conversion(target, config, sizes, tuple(report.warnings), time.monotonic() - started)

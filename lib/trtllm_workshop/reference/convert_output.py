@@ -6,6 +6,7 @@ folders made here are ever removed; whatever else is found is left alone and nam
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -103,11 +104,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(target: Path, verify: Callable[[Path], list[str]]) -> Iterator[Path]:
+def replacing(target: Path, verify: Callable[[Path], list[str]], needed: int = 0) -> Iterator[Path]:
     """Yields a fresh work folder; when the block ends well and `verify` finds no problem it becomes the target.
 
     An older checkpoint at the target is replaced only then. On any error the work folder is removed and the target is
-    as before. Raises ConversionError with the problems that `verify` returns.
+    as before. Raises ConversionError with the problems that `verify` returns, and when the disk is full after all
+    (`needed` bytes were planned).
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(_work_name(target, "converting"))
@@ -130,6 +132,13 @@ def replacing(target: Path, verify: Callable[[Path], list[str]]) -> Iterator[Pat
         _sync_folder(target.parent)
         if old.exists():
             _remove_own(old)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ConversionError(
+            f"the disk of {target.parent} is full ({error.strerror}): {target} needs {needed / 1e9:.3g} GB. Free some space "
+            "or give --output_dir on another disk"
+        ) from error
     finally:
         if work.exists():
             _remove_own(work)
