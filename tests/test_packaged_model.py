@@ -7,7 +7,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from trtllm_workshop import packaged_model
 
 pytestmark = pytest.mark.slow
