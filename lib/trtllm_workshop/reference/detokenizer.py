@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-CONTEXT = 6  # tokens of left context; enough for a character of four byte tokens and the blank before it
+CONTEXT = 6  # tokens of left context; enough for a character of four byte tokens and the blank before it, at the least
 
 
 @dataclass
@@ -30,7 +30,12 @@ class IncrementalDetokenizer:
     text: str = ""
 
     def __post_init__(self) -> None:
-        self._ids = list(self.prompt[-CONTEXT:])
+        count = CONTEXT
+        # A context that starts inside a character spoils more than that one: some tokenizers decode a whole run of byte
+        # tokens as one text or not at all. So it is widened until it reads well.
+        while REPLACEMENT in self._decode(self.prompt[-count:]) and count < len(self.prompt):
+            count *= 2
+        self._ids = list(self.prompt[-count:])
         self._prefix, self._read = 0, len(self._ids)
 
     def _decode(self, ids: list[int]) -> str:
