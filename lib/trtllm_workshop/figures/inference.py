@@ -52,6 +52,8 @@ def next_token(
             place.margins(x=0.25)
             place.set_title(label, fontsize=s.NORMAL)
             place.set_xlabel("probability in %")
+            if len(panels) > 1:
+                place.set_xticks([0, 50, 100])
             place.set_yticks(range(len(tokens)), [_short(token) for token in tokens])
             s.grid(place, "x")
         axes[0][0].invert_yaxis()
