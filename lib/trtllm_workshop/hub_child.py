@@ -1,0 +1,121 @@
+"""The process that talks to the Hub: `python -m trtllm_workshop.hub_child`, one JSON request line in, one JSON answer out.
+
+A process of its own, because huggingface_hub reads its settings when it is imported, a stalled transfer can only be
+ended from outside, and its memory is given back. The request comes on standard input, so that the token is in no
+command line; when that input closes, the caller is gone and the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def list_files(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The commit of a revision and its files: {"sha", "files": [{"name", "size", "sha256"}]} (sha256 of LFS files)."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().model_info(
+        request["model"],
+        revision=request["revision"],
+        files_metadata=True,
+        timeout=request["timeout"],
+        token=request["token"] or False,  # False: do not look for one elsewhere
+    )
+    files = []
+    for entry in info.siblings or []:
+        lfs: Any = entry.lfs
+        sha256 = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
+        files.append({"name": entry.rfilename, "size": entry.size, "sha256": sha256})
+    return {"sha": info.sha, "files": files}
+
+
+def fetch(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Downloads exactly the named files of a commit into a folder; what is there already is kept or resumed."""
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(
+        request["model"],
+        revision=request["revision"],
+        local_dir=request["folder"],
+        allow_patterns=request["names"],
+        max_workers=4,
+        token=request["token"] or False,
+    )
+    return {}
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """{"kind", "status", "text"} of an exception of the Hub's library, whichever HTTP client it uses."""
+    errors = list(_chain(error))
+    text = f"{type(error).__name__}: {error}"
+    root = f"{type(errors[-1]).__name__}: {errors[-1]}"
+    if any(getattr(item, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for item in errors):
+        return {"kind": "disk full", "status": None, "text": root}
+    if any("hf_transfer" in str(item) for item in errors) or any("xet" in type(item).__module__ for item in errors):
+        return {"kind": "fast path", "status": None, "text": root}
+    response = next((item.response for item in errors if getattr(item, "response", None) is not None), None)
+    if response is not None:
+        return {"kind": _kind(response), "status": response.status_code, "text": text}
+    modules = {type(item).__module__.split(".")[0] for item in errors}
+    offline = any(type(item).__name__ == "OfflineModeIsEnabled" for item in errors)
+    if offline or modules & {"requests", "urllib3", "httpx", "httpcore"} or isinstance(error, (OSError, EOFError)):
+        return {"kind": "connection", "status": None, "text": "HF_HUB_OFFLINE is set" if offline else root}
+    return {"kind": "other", "status": None, "text": text}
+
+
+def _kind(response: Any) -> str:
+    """The Hub's answers by status and its X-Error-Code header; those of a proxy in between count as unreachable."""
+    status, code = response.status_code, response.headers.get("X-Error-Code")
+    from_hub = any(name.lower().startswith(("x-error-", "x-repo-", "x-request-id")) for name in response.headers)
+    if code == "GatedRepo":
+        return "gated"
+    if code == "RevisionNotFound":
+        return "revision"
+    if status == 401:
+        return "unauthorized"
+    if status == 403:
+        return "forbidden" if from_hub else "unreachable"
+    if status == 404:
+        return "not found"
+    return "unreachable" if status in (407, 408, 429) or status >= 500 else "other"
+
+
+def _end_with_the_caller() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> int:
+    """Answers one request; everything that libraries print goes to standard error."""
+    request = json.loads(sys.stdin.readline())
+    answer_to, sys.stdout = sys.stdout, sys.stderr
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    try:
+        answer = {"list": list_files, "fetch": fetch}[request["action"]](request)
+    except Exception as error:
+        answer = {"error": describe(error)}
+    print(json.dumps(answer), file=answer_to, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that waits for the network must not keep the process
