@@ -185,7 +185,7 @@ class LLM:
             RuntimeError: after shutdown.
         """
         refuse_unknown("LLM.generate", kwargs, set(), official_fields("LLM.generate"))
-        if len(inputs) == 0:
+        if len(inputs) == 0 and not isinstance(inputs, str):
             raise ValueError("inputs is empty: give a text, a list of token ids, or a list of prompts")
         single = isinstance(inputs, str | dict) or (len(inputs) > 0 and isinstance(inputs[0], int))
         prompts = [inputs] if single else list(inputs)
