@@ -48,6 +48,7 @@ KERNEL_PACKAGES = {
 # The reference toolchain runs in the kernel's Python; with TensorRT-LLM these live in its own environment.
 REFERENCE_PACKAGES = {
     "gguf": "gguf>=0.17",
+    "ml_dtypes": "ml-dtypes>=0.5",
     "onnx": "onnx>=1.17",
     "torch": "torch>=2.9",
     "transformers": "transformers>=4.57",
