@@ -155,11 +155,17 @@ def _is_lfs(name: str) -> bool:
     return name.endswith((".safetensors", ".bin", ".gguf"))
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that was ended on purpose is no news."""
+
+
 @contextmanager
 def serve(hub: FakeHub) -> Iterator[FakeHub]:
     """Runs the server on a free port of this machine while the block runs; `hub.url` is its address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

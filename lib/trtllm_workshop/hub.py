@@ -298,7 +298,10 @@ class _Job:
     def _result(self, source: str, revision: str | None, note: str) -> Download:
         size = sum(path.stat().st_size for path in self.target.iterdir() if path.is_file())
         result = Download(self.target, source, revision, time.monotonic() - self.started, size, note)
-        self.say(f"{self.model}: {result.summary()}, in {result.seconds:.1f} s at {self.target}")
+        commit = f", commit {revision[:12]}" if revision else ""
+        self.say(
+            f"{self.model}: {source}{commit}, {size / 1e6:,.0f} MB, ready in {result.seconds:.1f} s at {self.target}"
+        )
         return result
 
 

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 
@@ -37,30 +38,31 @@ def list_files(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fetch(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Downloads exactly the named files of a commit into a folder; what is there already is kept or resumed."""
-    from huggingface_hub import snapshot_download
+    """Downloads exactly the named files of a commit into a folder; what is there already is kept or resumed.
 
-    _small_pieces()
-    snapshot_download(
-        request["model"],
-        revision=request["revision"],
-        local_dir=request["folder"],
-        allow_patterns=request["names"],
-        max_workers=4,
-        token=request["token"] or False,
-    )
+    File by file: `snapshot_download` returns a half-filled folder without an error when it cannot list the repository.
+    """
+    from huggingface_hub import constants, hf_hub_download
+
+    fast = bool(getattr(constants, "HF_HUB_ENABLE_HF_TRANSFER", False))
+    _small_pieces(constants, fast)
+    options = {"revision": request["revision"], "local_dir": request["folder"], "token": request["token"] or False}
+    pool = ThreadPoolExecutor(1 if fast else 4)  # hf_transfer is parallel by itself
+    jobs = [pool.submit(hf_hub_download, request["model"], name, **options) for name in request["names"]]
+    try:
+        for job in as_completed(jobs):
+            job.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # one failure is reported at once, not after the largest file
     return {}
 
 
-def _small_pieces() -> None:
+def _small_pieces(constants: Any, fast: bool) -> None:
     """Lets bytes reach the disk soon, where they can be resumed and are seen by the watchdog.
 
     The library (0.36) writes pieces of 10 MB, and hf_transfer fetches 100 of them at once: at 10 MB/s nothing would be on
     disk for more than a minute.
     """
-    from huggingface_hub import constants
-
-    fast = getattr(constants, "HF_HUB_ENABLE_HF_TRANSFER", False)
     for name, value in {"DOWNLOAD_CHUNK_SIZE": 4 << 20 if fast else 256 << 10, "HF_TRANSFER_CONCURRENCY": 16}.items():
         if hasattr(constants, name):
             setattr(constants, name, value)
@@ -88,10 +90,12 @@ def describe(error: BaseException) -> dict[str, Any]:
     response = next((found for found in responses if found is not None), None)
     if response is not None:
         return {"kind": _kind(response), "status": response.status_code, "text": text}
-    modules = {type(item).__module__.split(".")[0] for item in errors}
+    if any(type(item).__name__ == "HFValidationError" for item in errors):
+        return {"kind": "bad name", "status": None, "text": str(error)}
+    modules = {type(item).__module__.split(".")[0].rstrip("2") for item in errors}  # httpx2 in huggingface_hub 2.x
     offline = any(type(item).__name__ == "OfflineModeIsEnabled" for item in errors)
     cut = isinstance(error, (ConnectionError, TimeoutError)) or "Consistency check failed" in text
-    if offline or cut or modules & {"requests", "urllib3", "httpx", "httpcore", "socket", "ssl"}:
+    if offline or cut or modules & {"requests", "urllib", "urllib3", "httpx", "httpcore", "socket", "ssl"}:
         return {"kind": "connection", "status": None, "text": "HF_HUB_OFFLINE is set" if offline else root}
     return {"kind": "other", "status": None, "text": text}
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from trtllm_workshop.findings import check_space
 from trtllm_workshop.host import Folder, Mount, measure_folder, mount_of, read_mounts, volumes
+from trtllm_workshop.shell import ShownError
 
 
-class NotEnoughSpace(RuntimeError):
+class NotEnoughSpace(ShownError):
     """A disk is too small; the text names the folder, the need, the free space and the fix."""
 
 

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from trtllm_workshop.hub_tokens import Token
+from trtllm_workshop.shell import ShownError
 
 HUB = "https://huggingface.co"
 
 
-class HubError(RuntimeError):
+class HubError(ShownError):
     """A download that did not work. `kind` is a stable word for programs, the text says what to do; it holds no token.
 
-    Kinds: unreachable, unauthorized, gated, forbidden, not found, revision, no weights, disk, stall, damaged, other.
+    Kinds: unreachable, unauthorized, gated, forbidden, not found, revision, no weights, disk, stall, damaged,
+    bad name, other.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -57,6 +59,8 @@ def explain(
         )
     elif kind == "not found":
         text = f"there is no model {model} on the Hub (404): check the spelling at {page}. {sent}"
+    elif kind == "bad name":
+        text = f"{model!r} can be no model on the Hub: a name looks like organisation/name. The Hub's library says: {detail}"
     elif kind == "revision":
         text = f"{model} has no revision {revision!r}: see the branches and commits at {page}/tree/main"
     elif kind == "disk full":

