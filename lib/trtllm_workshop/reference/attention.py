@@ -41,15 +41,34 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def _context_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
-    """Causal attention of one request's new tokens, each tensor [tokens, heads, head_size]; `past` are cached keys, values."""
+    """Causal attention of the new tokens of requests of equal length; `past` are cached keys and values before them.
+
+    All tensors [requests, tokens, heads, head_size].
+    """
     mask, causal = None, True
     if past is not None:
-        k, v = torch.cat((past[0], k)), torch.cat((past[1], v))
-        new, total = q.shape[0], k.shape[0]
+        k, v = torch.cat((past[0], k), dim=1), torch.cat((past[1], v), dim=1)
+        new, total = q.shape[1], k.shape[1]
         mask, causal = torch.ones(new, total, dtype=torch.bool, device=q.device).tril_(total - new), False
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    return out.transpose(1, 2)
+
+
+def _context_groups(lengths: list[int], totals: list[int]) -> list[tuple[int, int, int]]:
+    """Neighbouring requests that can be attended together: (first request, how many, tokens already cached).
+
+    Requests without cached tokens and of equal length share one call; any other request has its own.
+    """
+    groups: list[tuple[int, int, int]] = []
+    for row, (new, total) in enumerate(zip(lengths, totals, strict=True)):
+        if groups and total == new:
+            first, count, cached = groups[-1]
+            if cached == 0 and lengths[first] == new:
+                groups[-1] = (first, count + 1, 0)
+                continue
+        groups.append((row, 1, total - new))
+    return groups
 
 
 def _gather(
@@ -120,7 +139,10 @@ def attend(
     Returns:
         [tokens, heads * head_size].
     """
-    tokens, dtype = qkv.shape[0], qkv.dtype
+    tokens, given = qkv.shape[0], qkv.dtype
+    if qkv.device.type == "cpu":
+        qkv = qkv.float()  # processors attend faster, and more exactly, in float32
+    dtype = qkv.dtype
     size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     heads = qkv.view(tokens, -1, size)
     rotated = apply_rotary(heads[:, : num_heads + num_kv_heads], rotary_cos, rotary_sin)
@@ -133,15 +155,14 @@ def attend(
     contexts = host_request_types.tolist().count(0)
     parts = []
     start = 0
-    for row in range(contexts):
-        end = start + lengths[row]
-        cached = totals[row] - lengths[row]
+    for row, count, cached in _context_groups(lengths[:contexts], totals[:contexts]):
+        end = start + count * lengths[row]
         past = None
         if cached:
             blocks = kv_cache_block_offsets[row : row + 1, : -(-cached // per_block)]
-            keys, values = _gather(pool, blocks, cached, dtype)
-            past = (keys[0], values[0])
-        parts.append(_context_attention(q[start:end], k[start:end], v[start:end], past))
+            past = _gather(pool, blocks, cached, dtype)
+        new_q, new_k, new_v = (t[start:end].unflatten(0, (count, lengths[row])) for t in (q, k, v))
+        parts.append(_context_attention(new_q, new_k, new_v, past).flatten(0, 1))
         start = end
     if start < tokens:
         longest = max(totals[contexts:])
@@ -150,7 +171,7 @@ def attend(
         same = min(totals[contexts:]) == longest
         parts.append(_generation_attention(q[start:], keys, values, None if same else sequence_length[contexts:]))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out.reshape(tokens, num_heads * size)
+    return out.reshape(tokens, num_heads * size).to(given)
 
 
 @torch.library.impl(LIBRARY, "gpt_attention", "Meta")
