@@ -149,3 +149,35 @@ def test_family_defaults():
     assert ModelSpec.from_hf(without).num_key_value_heads == 64
     assert ModelSpec.from_hf(without).dtype == "float16"
     assert ModelSpec.from_hf({**without, "dtype": "bfloat16"}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**30),
+        ("num_attention_heads", 2**40),
+        ("max_position_embeddings", 10**30),
+        ("rms_norm_eps", "abc"),
+        ("rms_norm_eps", [1e-5]),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", float("inf")),
+        ("rope_theta", 0),
+        ("rope_theta", {"a": 1}),
+        ("tie_word_embeddings", "false"),
+        ("sliding_window", "abc"),
+        ("sliding_window", -1),
+        ("partial_rotary_factor", 0.5),
+    ],
+)
+def test_damaged_value_is_named_and_refused_at_once(key, value):
+    with pytest.raises(UnsupportedModel, match=f"{key} is "):
+        ModelSpec.from_hf({**LLAMA, "architectures": ["MistralForCausalLM"], key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("norm_epsilon", None), ("rotary_base", None), ("tie_word_embeddings", None), ("sliding_window", None)],
+)
+def test_null_in_a_checkpoint_config_means_the_default(key, value):
+    config = {**LLAMA, "architecture": "LlamaForCausalLM", "head_size": 80}
+    assert ModelSpec.from_checkpoint_config({**config, key: value}) == ModelSpec.from_checkpoint_config(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
 }
+# More than any model has; the counts that become lists of names are held lower.
+_MOST_OF_ALL = 2**31 - 1
+_MOST = {"num_hidden_layers": 10_000, "num_attention_heads": 100_000, "num_key_value_heads": 100_000}
 _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -120,9 +124,11 @@ class ModelSpec:
         _refuse_biases(config, architecture, where)
         heads = _size(config, "num_attention_heads", where)
         rotary_base, scaling = _rope(config, where)
-        window = config.get("sliding_window", defaults["sliding_window"])
-        if architecture == "Qwen2ForCausalLM" and not config.get("use_sliding_window", False):
+        window = _window(config, where, defaults["sliding_window"])
+        if architecture == "Qwen2ForCausalLM" and not _switch(config, "use_sliding_window", where):
             window = None
+        if (share := config.get("partial_rotary_factor")) not in (None, 1):
+            raise UnsupportedModel(f"{where}: partial_rotary_factor is {share!r}; only 1 (all of a head) is supported")
         return cls._checked(
             where,
             architecture=architecture,
@@ -137,11 +143,11 @@ class ModelSpec:
                 config, "max_position_embeddings", where, defaults["max_position_embeddings"]
             ),
             hidden_act=config.get("hidden_act", "silu"),
-            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            norm_epsilon=_positive(config, "rms_norm_eps", where, 1e-6),
             rotary_base=rotary_base,
             rotary_scaling=scaling,
             attn_bias=architecture == "Qwen2ForCausalLM",
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_switch(config, "tie_word_embeddings", where),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float16").removeprefix("torch."),
             sliding_window=window,
         )
@@ -170,14 +176,16 @@ class ModelSpec:
             vocab_size=_size(config, "vocab_size", where),
             max_position_embeddings=_size(config, "max_position_embeddings", where),
             hidden_act=config.get("hidden_act", "silu"),
-            norm_epsilon=float(config.get("norm_epsilon", 1e-5)),
-            rotary_base=float(config.get("rotary_base", 10000.0)),
+            norm_epsilon=_positive(config, "norm_epsilon", where, 1e-5),
+            rotary_base=_positive(config, "rotary_base", where, 10000.0),
             rotary_scaling=check_rope_scaling(config.get("rotary_scaling"), where),
             # ModelOpt's exports leave the key out; Qwen2 has these biases in any case.
-            attn_bias=bool(config.get("attn_bias", architecture == "Qwen2ForCausalLM")),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", config.get("share_embedding_table", False))),
+            attn_bias=_switch(config, "attn_bias", where, architecture == "Qwen2ForCausalLM"),
+            tie_word_embeddings=_switch(
+                config, "tie_word_embeddings", where, _switch(config, "share_embedding_table", where)
+            ),
             dtype=str(config.get("dtype", "float16")),
-            sliding_window=config.get("sliding_window"),
+            sliding_window=_window(config, where, None),
         )
 
     @classmethod
@@ -239,13 +247,13 @@ def _refuse_biases(config: Mapping[str, Any], architecture: str, where: str) -> 
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
-    base, scaling = config.get("rope_theta"), config.get("rope_scaling")
+    base, scaling = config, config.get("rope_scaling")
     newer = config.get("rope_parameters")  # how transformers 5 writes both
     if isinstance(newer, Mapping):
-        base = newer.get("rope_theta", base)
+        base = newer if "rope_theta" in newer else config
         if newer.get("rope_type", "default") != "default":
             scaling = {key: value for key, value in newer.items() if key != "rope_theta"}
-    return float(10000.0 if base is None else base), check_rope_scaling(scaling, where)
+    return _positive(base, "rope_theta", where, 10000.0), check_rope_scaling(scaling, where)
 
 
 def _size(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
@@ -256,4 +264,31 @@ def _size(config: Mapping[str, Any], key: str, where: str, default: int | None =
         raise UnsupportedModel(f"{where} has no {key!r}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"{where}: {key} is {value!r}, expected a whole number of at least 1")
+    most = _MOST.get(key, _MOST_OF_ALL)
+    if value > most:  # without this, a damaged number makes tables of names until the memory is gone
+        raise UnsupportedModel(f"{where}: {key} is {value}, no model has more than {most}: download config.json again")
     return value
+
+
+def _positive(config: Mapping[str, Any], key: str, where: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise UnsupportedModel(f"{where}: {key} is {value!r}, expected a number above 0")
+    return float(value)
+
+
+def _switch(config: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):  # the text "false" would count as true
+        raise UnsupportedModel(f"{where}: {key} is {value!r}, expected true or false")
+    return value
+
+
+def _window(config: Mapping[str, Any], where: str, default: int | None) -> int | None:
+    """sliding_window; null means full attention, also where the family's default is a window."""
+    value = config.get("sliding_window", default)
+    return None if value is None else _size({"sliding_window": value}, "sliding_window", where)
