@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+# Above every context length; the rotary table of an engine has a row for each token of max_seq_len.
+MOST_TOKENS = 2**24
+
 
 def official_fields(api_name: str) -> dict[str, Any]:
     """Field name -> default of an official class or method, from the recorded facts."""
@@ -117,6 +120,12 @@ class PluginConfig(OfficialConfig):
     use_fused_mlp: bool = True
     multiple_profiles: bool = False
 
+    @model_validator(mode="after")
+    def _ranges(self) -> PluginConfig:
+        if not 1 <= self.tokens_per_block <= MOST_TOKENS:
+            raise ValueError(f"tokens_per_block={self.tokens_per_block} must be from 1 to {MOST_TOKENS}; 32 is usual")
+        return self
+
 
 class BuildConfig(OfficialConfig):
     """The limits an engine is built for, in tokens and requests."""
@@ -141,10 +150,12 @@ class BuildConfig(OfficialConfig):
 
     @model_validator(mode="after")
     def _ranges(self) -> BuildConfig:
-        for name in ("max_input_len", "max_seq_len", "max_batch_size", "max_num_tokens"):
+        for name in ("max_input_len", "max_seq_len", "max_batch_size", "max_num_tokens", "opt_num_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+            if value is not None and value > MOST_TOKENS:
+                raise ValueError(f"{name}={value} is more than any engine holds; give at most {MOST_TOKENS}")
         if self.max_beam_width != 1:
             raise ValueError(
                 f"max_beam_width={self.max_beam_width}: the reference toolchain has no beam search; leave it at 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -85,6 +86,8 @@ class Executor:
         self.kv_cache = KvCacheManager(blocks, per_block)
         self.scheduler: Scheduler[Request] = Scheduler(self.kv_cache, self.max_batch_size, build["max_num_tokens"])
         self.iterations = 0
+        # One step at a time, whichever thread asks: a step serves the requests of all of them.
+        self._lock = threading.RLock()
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -92,18 +95,21 @@ class Executor:
         Raises:
             ValueError: when it can never run on this engine or pool.
         """
-        self.scheduler.add(request)
+        with self._lock:
+            self.scheduler.add(request)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Take requests out, whatever state they are in, and free their blocks."""
         requests = list(requests)
-        for request in requests:
-            request.finish_reason = request.finish_reason or "cancelled"
-        self.scheduler.finish(requests)
+        with self._lock:
+            for request in requests:
+                request.finish_reason = request.finish_reason or "cancelled"
+            self.scheduler.finish(requests)
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        with self._lock:
+            return bool(self.scheduler.waiting or self.scheduler.running)
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
@@ -112,15 +118,16 @@ class Executor:
         Returns:
             The requests that got a token, finished ones included.
         """
-        context, generation = self.scheduler.schedule()
-        requests: list[Request] = [*context, *generation]
-        if not requests:
-            return []
-        self.iterations += 1
-        logits = self._forward(context, generation)
-        self._accept(requests, len(context), logits)
-        self.scheduler.finish([r for r in requests if r.finished])
-        return requests
+        with self._lock:
+            context, generation = self.scheduler.schedule()
+            requests: list[Request] = [*context, *generation]
+            if not requests:
+                return []
+            self.iterations += 1
+            logits = self._forward(context, generation)
+            self._accept(requests, len(context), logits)
+            self.scheduler.finish([r for r in requests if r.finished])
+            return requests
 
     def _forward(self, context: list[Request], generation: list[Request]) -> torch.Tensor:
         """Pack one step and run the graph: [rows, vocabulary]; a row per request, or per token for context logits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -14,12 +15,12 @@ import torch
 
 from trtllm_workshop.checkpoint import classify
 from trtllm_workshop.reference.build import build_engine
-from trtllm_workshop.reference.configs import BuildConfig, official_fields, refuse_unknown
+from trtllm_workshop.reference.configs import BuildConfig, KvCacheConfig, official_fields, refuse_unknown
 from trtllm_workshop.reference.engine import load_engine
 from trtllm_workshop.reference.executor import Executor
 from trtllm_workshop.reference.outputs import RequestOutput
 from trtllm_workshop.reference.request import Request
-from trtllm_workshop.reference.sampling_params import SamplingParams, stop_rules
+from trtllm_workshop.reference.sampling_params import SamplingParams, check_bad_words, stop_rules
 
 IMPLEMENTED = {
     "build_config",
@@ -46,7 +47,7 @@ def load_tokenizer(
     """A tokenizer from a folder, a name or an object, and the folder it lies in.
 
     Raises:
-        FileNotFoundError: when a folder was meant and has no tokenizer files.
+        FileNotFoundError: when a folder has no tokenizer files, or a name is neither a folder nor on the hub.
     """
     if source is None or not isinstance(source, str | Path):
         return source, None
@@ -60,9 +61,17 @@ def load_tokenizer(
             f"{folder} has no tokenizer files; pass the Hugging Face model folder as tokenizer (engine and checkpoint folders "
             "do not carry a tokenizer)"
         )
-    tokenizer = AutoTokenizer.from_pretrained(
-        str(source), trust_remote_code=trust_remote_code, use_fast=mode != "slow", revision=revision or "main"
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(source), trust_remote_code=trust_remote_code, use_fast=mode != "slow", revision=revision or "main"
+        )
+    except OSError as error:
+        if folder.is_dir():
+            raise
+        raise FileNotFoundError(
+            f"tokenizer {str(source)!r} is no folder here and could not be had from the hub either "
+            f"({str(error).splitlines()[0]}); pass the Hugging Face model folder as tokenizer"
+        ) from error
     return tokenizer, folder if folder.is_dir() else None
 
 
@@ -108,6 +117,15 @@ class LLM:
         self._loaded: Executor | None = None
         folder = Path(model)
         kind = classify(folder)
+        for name, kind_of in (("build_config", BuildConfig), ("kv_cache_config", KvCacheConfig)):
+            if isinstance(args.get(name), dict):
+                args[name] = kind_of(**args[name])
+            elif not isinstance(args.get(name), kind_of | None):
+                raise ValueError(f"{name} is {args[name]!r:.60}, expected {kind_of.__name__}(…)")
+        for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"):
+            value = args.get(name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"{name}={value!r} must be a whole number")
         build: BuildConfig | None = args.get("build_config")
         if kind == "engine" and build is not None:
             print("[TRT-LLM] [W] build_config is ignored: the model is an engine that was built already")
@@ -132,7 +150,7 @@ class LLM:
             if wanted is not None and wanted != limits[name]:
                 print(f"[TRT-LLM] [W] {name}={wanted} is replaced by the engine's own {limits[name]}")
         print(f"[TRT-LLM] [I] {self._executor.pool_description}")
-        self._next_id = 0
+        self._ids = itertools.count(1)  # threads may ask at the same time
 
     def _build(self, folder: Path, kind: str, dtype: str, build: BuildConfig | None) -> Path:
         """Convert if needed and build in a temporary workspace; returns the engine folder."""
@@ -185,14 +203,22 @@ class LLM:
             RuntimeError: after shutdown.
         """
         refuse_unknown("LLM.generate", kwargs, set(), official_fields("LLM.generate"))
+        if not isinstance(inputs, dict | Sequence):
+            raise ValueError(
+                f"inputs is a {type(inputs).__name__}, expected a text, a list of token ids, or a list of prompts (an "
+                "array or tensor becomes a list with .tolist())"
+            )
         if len(inputs) == 0 and not isinstance(inputs, str):
             raise ValueError("inputs is empty: give a text, a list of token ids, or a list of prompts")
         single = isinstance(inputs, str | dict) or (len(inputs) > 0 and isinstance(inputs[0], int))
         prompts = [inputs] if single else list(inputs)
         if isinstance(sampling_params, list | tuple):
-            params = list(sampling_params)
+            params = [one or SamplingParams() for one in sampling_params]
         else:
             params = [sampling_params or SamplingParams()] * len(prompts)
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"sampling_params has {one!r:.60}, expected SamplingParams(…)")
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt")
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
@@ -247,9 +273,9 @@ class LLM:
             raise ValueError("stop and bad words need a tokenizer; pass LLM(…, tokenizer=HF_FOLDER) or use *_token_ids")
         if self.tokenizer is None and params.end_id is None:
             params = params.model_copy(update={"end_id": -1})
-        self._next_id += 1
         rules = stop_rules(params, self.tokenizer, self._generation_config)
-        return Request(self._next_id, ids, params, rules, self.tokenizer)
+        check_bad_words(rules, vocabulary)
+        return Request(next(self._ids), ids, params, rules, self.tokenizer)
 
     def _token_ids(self, prompt: Any, params: SamplingParams) -> list[int]:
         if isinstance(prompt, dict):
@@ -264,8 +290,12 @@ class LLM:
                 raise ValueError("the prompt is an empty text; give at least one character")
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer; pass LLM(…, tokenizer=HF_FOLDER), or give token ids")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise ValueError(f"the prompt {prompt!r:.60} has half a surrogate pair, which is no text; remove it")
             prompt = self.tokenizer.encode(prompt, add_special_tokens=params.add_special_tokens)
-        if not isinstance(prompt, list | tuple) or not all(isinstance(t, int) for t in prompt):
+        if not isinstance(prompt, list | tuple) or not all(
+            isinstance(t, int) and not isinstance(t, bool) for t in prompt
+        ):
             raise ValueError(f"a prompt must be text or a list of token ids (whole numbers), not {prompt!r:.60}")
         ids = list(prompt)
         return ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids

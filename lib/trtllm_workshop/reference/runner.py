@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from trtllm_workshop.reference.configs import KvCacheConfig, official_fields, re
 from trtllm_workshop.reference.engine import load_engine
 from trtllm_workshop.reference.executor import Executor
 from trtllm_workshop.reference.request import Request
-from trtllm_workshop.reference.sampling_params import SamplingParams, StopRules
+from trtllm_workshop.reference.sampling_params import SamplingParams, StopRules, check_bad_words
 
 SAMPLING_NAMES = {
     "top_k",
@@ -49,7 +50,7 @@ class ModelRunnerCpp:
         build = executor.engine.build_config
         self.max_batch_size = executor.max_batch_size
         self.max_input_len, self.max_seq_len = build["max_input_len"], build["max_seq_len"]
-        self._next_id = 0
+        self._ids = itertools.count(1)  # threads may ask at the same time
 
     @classmethod
     def from_dir(cls, engine_dir: str, **kwargs: Any) -> ModelRunnerCpp:
@@ -120,6 +121,10 @@ class ModelRunnerCpp:
         for name in ("end_id", "pad_id"):
             if given.get(name) is None:
                 raise ValueError(f"{name} must be given to generate; use the tokenizer's eos_token_id")
+        for name in ("end_id", "pad_id", "max_new_tokens"):
+            value = given.get(name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"{name}={value!r} must be a whole number")
         requests = self._requests(batch_input_ids, given)
         steps = self._steps(requests, given)
         if given.get("streaming"):
@@ -127,6 +132,10 @@ class ModelRunnerCpp:
         return collections.deque(steps, maxlen=1)[0]
 
     def _requests(self, batch: Sequence[torch.Tensor], given: dict[str, Any]) -> list[Request]:
+        if not isinstance(batch, Sequence | torch.Tensor) or any(not hasattr(ids, "__len__") for ids in batch):
+            raise ValueError(
+                f"batch_input_ids must be a list with one 1-D tensor of token ids per prompt, not {batch!r:.60}"
+            )
         if len(batch) == 0:
             raise ValueError("batch_input_ids is empty; give at least one prompt")
         if len(batch) > self.max_batch_size:
@@ -155,9 +164,19 @@ class ModelRunnerCpp:
                 min_tokens=_per_row(given.get("min_tokens"), row) or 0,
             )
             params = _sampling_params(given, row, new)
-            self._next_id += 1
-            requests.append(Request(self._next_id, [int(t) for t in ids], params, rules))
+            check_bad_words(rules, self.vocab_size)
+            requests.append(Request(next(self._ids), self._whole_ids(ids, row), params, rules))
         return requests
+
+    def _whole_ids(self, ids: Any, row: int) -> list[int]:
+        values = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        for value in values:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < self.vocab_size:
+                raise ValueError(
+                    f"prompt {row} of the batch has {value!r}, which is no token id; the vocabulary has "
+                    f"{self.vocab_size} tokens"
+                )
+        return values
 
     def _steps(self, requests: list[Request], given: dict[str, Any]) -> Iterator[Any]:
         try:

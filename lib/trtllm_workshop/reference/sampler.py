@@ -6,6 +6,8 @@ import torch
 
 from trtllm_workshop.reference.sampling_params import SamplingParams, StopRules
 
+SMALLEST = 1e-6  # a smaller divisor makes float32 logits infinite
+
 
 def apply_penalties(logits: torch.Tensor, params: SamplingParams, prompt: list[int], made: list[int]) -> torch.Tensor:
     """Lower the logits of tokens that were already used. logits: [vocabulary] float32; returns a new tensor.
@@ -17,7 +19,7 @@ def apply_penalties(logits: torch.Tensor, params: SamplingParams, prompt: list[i
     repetition, presence, frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     if repetition not in (None, 1.0) and (prompt or made):
         used = torch.tensor(sorted({*prompt, *made}))
-        values = logits[used]
+        values, repetition = logits[used], max(repetition or 1.0, SMALLEST)
         logits = logits.index_copy(0, used, torch.where(values > 0, values / repetition, values * repetition))
     if made and (presence or frequency):
         used, counts = torch.unique(torch.tensor(made), return_counts=True)
@@ -36,7 +38,8 @@ def banned_tokens(rules: StopRules, made: list[int]) -> set[int]:
 def sampling_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Probabilities after temperature, top-k, then top-p. logits: [vocabulary] float32 -> [vocabulary]."""
     if params.temperature not in (None, 1.0):
-        logits = logits / params.temperature
+        # The largest becomes 0 first: divided by a tiny temperature it stays 0, where it would become infinite.
+        logits = (logits - logits.max()) / max(params.temperature or 1.0, SMALLEST)
     if params.top_k:
         kept = logits.topk(min(params.top_k, logits.numel()))
         logits = torch.full_like(logits, float("-inf")).index_copy(0, kept.indices, kept.values)
@@ -45,6 +48,7 @@ def sampling_distribution(logits: torch.Tensor, params: SamplingParams) -> torch
         ordered, order = probabilities.sort(descending=True)
         # A token stays while the tokens before it have not reached top_p: the first one always stays.
         cut = ordered.cumsum(-1) - ordered >= params.top_p
+        cut[0] = False  # a top_p below float32's smallest number compares as 0
         probabilities = probabilities.index_copy(0, order, ordered.masked_fill(cut, 0.0))
         probabilities = probabilities / probabilities.sum()
     return probabilities
@@ -60,7 +64,8 @@ def choose(
 ) -> int:
     """The next token of one request. logits: [vocabulary] float32 on the host."""
     logits = apply_penalties(logits, params, prompt, made)
-    banned = banned_tokens(rules, made)
+    # An end token beyond the vocabulary (a tokenizer larger than the model) cannot come anyway.
+    banned = {token for token in banned_tokens(rules, made) if token < logits.numel()}
     if banned:
         logits = logits.index_fill(0, torch.tensor(sorted(banned)), float("-inf"))
     if params.greedy:

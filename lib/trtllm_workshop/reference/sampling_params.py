@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,11 @@ class SamplingParams(OfficialConfig):
             "the reference toolchain makes one answer a request; send the prompt several times with other seeds",
         )
         need(self.max_tokens >= 1, "max_tokens", "at least 1")
-        need(self.temperature is None or self.temperature >= 0, "temperature", "0 or more; 0 means greedy")
+        need(
+            self.temperature is None or 0 <= self.temperature < math.inf,
+            "temperature",
+            "0 or more and finite; 0 means greedy",
+        )
         need(
             self.top_p is None or 0 <= self.top_p <= 1,
             "top_p",
@@ -68,10 +73,13 @@ class SamplingParams(OfficialConfig):
         )
         need(self.top_k is None or self.top_k >= 0, "top_k", "0 or more; 0 turns the limit off, 1 is greedy")
         need(
-            self.repetition_penalty is None or self.repetition_penalty > 0,
+            self.repetition_penalty is None or 0 < self.repetition_penalty < math.inf,
             "repetition_penalty",
-            "above 0; 1 changes nothing",
+            "above 0 and finite; 1 changes nothing",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(math.isfinite(getattr(self, name) or 0), name, "a finite number; 0 changes nothing")
+        need(self.seed is None or 0 <= self.seed < 2**64, "seed", "a whole number from 0 to 2**64 - 1")
         need(
             self.min_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -153,3 +161,19 @@ def stop_rules(params: SamplingParams, tokenizer: Any, generation_config: dict[s
         bad_sequences=bad,
         min_tokens=params.min_tokens or 0,
     )
+
+
+def check_bad_words(rules: StopRules, vocabulary: int) -> None:
+    """Raises ValueError when a bad word names a token that does not exist, or when no token is left to choose."""
+    for token in (t for sequence in rules.bad_sequences for t in sequence):
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"bad token id {token} is outside the vocabulary of {vocabulary} tokens; take the ids from the tokenizer"
+            )
+    never = {s[0] for s in rules.bad_sequences if len(s) == 1}
+    early = {t for t in rules.end_ids | rules.stop_ids if 0 <= t < vocabulary} if rules.min_tokens else set()
+    if len(never | early) >= vocabulary:
+        raise ValueError(
+            f"bad words (and min_tokens, which bans the end tokens at first) exclude all {vocabulary} tokens of the "
+            "vocabulary; allow at least one"
+        )
