@@ -25,6 +25,7 @@ __all__ = [
     "TensorInfo",
     "WrongFolderKind",
     "classify",
+    "config_section",
     "expected_tensors",
     "read_config",
     "read_tensor",
@@ -73,7 +74,7 @@ def classify(path: str | Path) -> str:
         return "empty"
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         config = {}
     if not isinstance(config, dict):
         return "unknown"
@@ -104,11 +105,28 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise WrongFolderKind(f"{file} does not exist: {path} is {_KIND_NAMES[classify(path)]}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenWeights(f"{file} is not readable JSON ({error}): make the folder again") from error
     if not isinstance(config, dict):
         raise BrokenWeights(f"{file} holds a {type(config).__name__}, expected an object: make the folder again")
     return config
+
+
+def config_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object `name` of a config.json, {} when it is null or not there. Raises BrokenWeights for anything else."""
+    section = config.get(name)
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise BrokenWeights(f"{name} of config.json is {section!r:.60}, expected an object: make the folder again")
+    return section
+
+
+def _ranks(mapping: Mapping[str, Any], key: str, default: int) -> int:
+    value = mapping.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
+        raise BrokenWeights(f"mapping of config.json: {key} is {value!r}, expected a whole number from 1 to 1024")
+    return value
 
 
 def tensor_index(path: str | Path) -> dict[str, TensorInfo]:
@@ -161,9 +179,9 @@ class RankMapping:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], rank: int = 0) -> RankMapping:
         """From a checkpoint config's `mapping`. Raises BrokenWeights when its numbers contradict each other."""
-        entry = config.get("mapping") or {}
-        tp, pp, cp = (int(entry.get(key, 1)) for key in ("tp_size", "pp_size", "cp_size"))
-        world = int(entry.get("world_size", tp * pp * cp))
+        entry = config_section(config, "mapping")
+        tp, pp, cp = (_ranks(entry, key, 1) for key in ("tp_size", "pp_size", "cp_size"))
+        world = _ranks(entry, "world_size", tp * pp * cp)
         if world != tp * pp * cp:
             raise BrokenWeights(f"mapping: world_size {world} is not tp_size {tp} * pp_size {pp} * cp_size {cp}")
         if not 0 <= rank < tp * pp:
@@ -263,7 +281,7 @@ def verify_checkpoint(path: str | Path) -> list[str]:
     folder = Path(path)
     try:
         config = read_config(require_kind(folder, "checkpoint"))
-        place = RankMapping.from_config(config)
+        place, quantization = RankMapping.from_config(config), config_section(config, "quantization")
         wanted = {rank: expected_tensors(config, rank) for rank in range(place.tp_size * place.pp_size)}
     except (WrongFolderKind, BrokenWeights, UnsupportedModel) as error:
         return [str(error)]
@@ -273,7 +291,7 @@ def verify_checkpoint(path: str | Path) -> list[str]:
         problems.append(
             f"{folder}: {', '.join(sorted(surplus))} belong to no rank of mapping (world size {len(wanted)})"
         )
-    quantized = bool((config.get("quantization") or {}).get("quant_algo"))
+    quantized = bool(quantization.get("quant_algo"))
     for rank, shapes in wanted.items():
         try:
             index, _ = read_header(folder / f"rank{rank}.safetensors")
@@ -281,7 +299,7 @@ def verify_checkpoint(path: str | Path) -> list[str]:
             problems.append(str(error))
             continue
         if not quantized:
-            problems += _compare(f"rank{rank}", index, shapes, str(config["dtype"]), config)
+            problems += _compare(f"rank{rank}", index, shapes, str(config.get("dtype")), config)
     return problems
 
 

@@ -221,7 +221,7 @@ def _load(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
         raise UnsupportedModel(f"{path} does not exist: download the model first, a folder needs its config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} is not readable JSON ({error}): download it again") from error
     if not isinstance(config, Mapping):
         raise UnsupportedModel(f"{path} holds a {type(config).__name__}, expected an object")

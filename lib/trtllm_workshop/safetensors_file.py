@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DTYPES = {
     "F64": ("float64", 8),
@@ -80,10 +81,10 @@ def read_header(path: str | Path) -> tuple[dict[str, TensorInfo], dict[str, str]
         file.seek(8)
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_without_repetition)
         metadata = header.pop("__metadata__", None) or {}
         index = {name: _info(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenWeights(f"{path}: the safetensors header cannot be read ({error}); download it again") from error
     end = max((info.offset + info.nbytes for info in index.values()), default=8 + length)
     if end > size:
@@ -93,7 +94,27 @@ def read_header(path: str | Path) -> tuple[dict[str, TensorInfo], dict[str, str]
         )
     if end < size:
         raise BrokenWeights(f"{path} has {size - end} bytes after its last tensor; delete it and download it again")
+    _check_layout(path, 8 + length, index)
     return index, metadata
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are all different; otherwise one reader takes the first value, another the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def _check_layout(path: Path, start: int, index: dict[str, TensorInfo]) -> None:
+    """Tensors lie one behind the other; where they overlap, one has the values of another."""
+    end, before = start, "the header"
+    for name, info in sorted(index.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if info.offset != end:
+            what = "overlap" if info.offset < end else "have a gap between them"
+            raise BrokenWeights(f"{path}: {before} and {name} {what}; delete the file and download it again")
+        end, before = end + info.nbytes, name
 
 
 def _info(path: Path, base: int, entry: dict) -> TensorInfo:

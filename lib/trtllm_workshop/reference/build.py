@@ -21,6 +21,7 @@ from torch.export import Dim
 
 from trtllm_workshop.checkpoint import (
     classify,
+    config_section,
     expected_tensors,
     read_config,
     require_kind,
@@ -160,13 +161,13 @@ def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
     """
     require_kind(folder, "checkpoint")
     config = read_config(folder)
-    world = config.get("mapping", {}).get("world_size", 1)
+    world = config_section(config, "mapping").get("world_size", 1)
     if world != 1:
         raise BuildError(
             f"{folder} is split over {world} ranks; the reference toolchain builds engines of one rank. Convert with "
             "--tp_size 1 --pp_size 1."
         )
-    algorithm = (config.get("quantization") or {}).get("quant_algo")
+    algorithm = config_section(config, "quantization").get("quant_algo")
     if algorithm:
         raise BuildError(f"{folder} has quant_algo {algorithm}; the reference engine runs 16- and 32-bit checkpoints")
     expected = expected_tensors(config, rank)
@@ -177,9 +178,9 @@ def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
             f"Required but not provided tensors: {summarise_names(missing)} in {folder}; convert the model again"
         )
     for name, shape in expected.items():
-        if found[name].dtype != config["dtype"]:
+        if found[name].dtype != config.get("dtype"):
             raise BuildError(
-                f"Parameter {name} is {found[name].dtype}, config.json of {folder} says dtype {config['dtype']}: convert the "
+                f"Parameter {name} is {found[name].dtype}, config.json of {folder} says dtype {config.get('dtype')}: convert the "
                 "model again"
             )
         if tuple(found[name].shape) != tuple(shape):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from trtllm_workshop.commands import command_parser
 from trtllm_workshop.reference.convert import convert_checkpoint, hf_spec
 from trtllm_workshop.reference.convert_plan import Sharding
+from trtllm_workshop.reference.output_errors import output_error
 from trtllm_workshop.reference.version import banner
 
 LLAMA = "examples/models/core/llama/convert_checkpoint.py"
@@ -40,7 +41,10 @@ def main(script: str, argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         _run(script, args)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        print(f"error: {output_error(error, '--output_dir', args.output_dir)}", file=sys.stderr, flush=True)
+        return 1
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

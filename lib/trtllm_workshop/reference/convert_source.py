@@ -108,8 +108,14 @@ def _indexed_shards(folder: Path, index: Path) -> list[str]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        strange = [shard for shard in shards if not shard or Path(shard).name != shard or "\0" in shard]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise BrokenWeights(f"{index} cannot be read ({error!r}); download it again") from error
+    if strange or not shards:
+        raise BrokenWeights(
+            f"{index} names {', '.join(map(repr, strange)) or 'no files'}, expected file names of its own folder: "
+            "download it again"
+        )
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
         raise BrokenWeights(
             f"{index.name} lists {len(shards)} shards, missing are {', '.join(absent)}: download them to {folder} "
@@ -211,6 +217,11 @@ def _load_pickle(path: Path) -> dict[str, Any]:
             f"{path} ({path.stat().st_size} bytes) is no complete PyTorch file ({str(error).splitlines()[0]}); "
             "download it again"
         ) from error
-    if not isinstance(state, dict) or not all(hasattr(value, "nbytes") for value in state.values()):
-        raise ConversionError(f"{path} is no state dictionary of tensors; use the .safetensors files of the model")
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided
+        for name, value in state.items()
+    ):
+        raise ConversionError(
+            f"{path} is no state dictionary of dense tensors; use the .safetensors files of the model"
+        )
     return state

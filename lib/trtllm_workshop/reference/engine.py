@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from trtllm_workshop.checkpoint import read_config, require_kind
+from trtllm_workshop.checkpoint import config_section, read_config, require_kind
 from trtllm_workshop.reference.cpu_kernels import choose_by_tokens, pack_linear_weights, widens
 from trtllm_workshop.reference.version import VERSION
 
@@ -137,6 +137,7 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
 
     Raises:
         WrongFolderKind: for a checkpoint or Hugging Face folder.
+        BrokenWeights: for a config.json that cannot be read.
         EngineError: for another version, device, world size, or a damaged file.
     """
     from safetensors import safe_open
@@ -152,7 +153,8 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
         raise EngineError(
             f"{folder / 'config.json'} is not an engine's: {' and '.join(sorted(missing))} missing. Run trtllm-build again."
         )
-    precision = config["pretrained_config"]["dtype"]
+    sections = [config_section(config, name) for name in ("pretrained_config", "build_config")]
+    precision = str(sections[0].get("dtype"))
     version = config.get("version")
     if version != VERSION:
         raise EngineError(

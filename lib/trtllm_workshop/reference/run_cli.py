@@ -115,6 +115,8 @@ def generate(args: argparse.Namespace) -> int:
     from trtllm_workshop.reference.runner import ModelRunner, ModelRunnerCpp
     from trtllm_workshop.reference.sampling_params import end_of_sequence_ids
 
+    if args.streaming_interval < 1:
+        raise ValueError(f"--streaming_interval {args.streaming_interval}: give 1 or more steps")
     source = args.tokenizer_dir or args.hf_model_dir
     if not source:
         raise ValueError("--tokenizer_dir is missing: name the Hugging Face model folder, engines carry no tokenizer")

@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     from trtllm_workshop.reference.build import BuildError, build_engine
     from trtllm_workshop.reference.configs import BuildConfig, PluginConfig
+    from trtllm_workshop.reference.output_errors import output_error
 
     # A terminated build must clean up behind itself; by default Python would just stop.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -97,7 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             plugin_config=PluginConfig(**plugins),
         )
         output = build_engine(Path(args.checkpoint_dir), config, Path(args.output_dir))
-    except (BuildError, ValueError, OSError) as error:
+    except OSError as error:
+        print(f"[TRT-LLM] [E] {output_error(error, '--output_dir', args.output_dir)}", file=sys.stderr)
+        return 1
+    except (BuildError, ValueError) as error:
         print(f"[TRT-LLM] [E] {error}", file=sys.stderr)
         return 1
     if args.monitor_memory:

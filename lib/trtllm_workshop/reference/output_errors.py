@@ -1,0 +1,26 @@
+"""What the system says when an output cannot be written, as a sentence with the flag to change."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+_REASONS = {
+    errno.EEXIST: "a file is in the place of a folder",
+    errno.ENOTDIR: "a file is in the place of a folder",
+    errno.ENOTEMPTY: "another process has just written there",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.EACCES: "you have no permission to write there",
+    errno.EPERM: "you have no permission to write there",
+    errno.EROFS: "that file system can only be read",
+    errno.ELOOP: "its symbolic links lead in a circle",
+}
+
+
+def output_error(error: OSError, flag: str, output: str | Path) -> str:
+    """One sentence: the flag, its value, why it cannot be written, and the remedy; other errors stay as they are."""
+    reason = _REASONS.get(error.errno or 0)
+    if reason is None:
+        return str(error)
+    place = f" ({error.filename})" if error.filename and str(error.filename) != str(output) else ""
+    return f"{flag} {output} cannot be written: {reason}{place}; choose another {flag}"
