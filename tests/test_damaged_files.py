@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import struct
 
 import pytest
@@ -13,6 +15,7 @@ from tiny_models import edit_config, tiny_model
 from trtllm_workshop.checkpoint import BrokenWeights, classify, verify_checkpoint
 from trtllm_workshop.reference import convert_cli, run_cli, trtllm_build
 from trtllm_workshop.reference.build import BuildConfig, build_engine
+from trtllm_workshop.reference.build_output import FILES, engine_folder, one_at_a_time
 from trtllm_workshop.reference.convert import convert_checkpoint
 from trtllm_workshop.reference.engine import EngineError, load_engine
 from trtllm_workshop.safetensors_file import read_header
@@ -134,3 +137,26 @@ def test_a_streaming_interval_of_nothing_is_refused(engines, capsys):
     flags = ["--engine_dir", str(engines.engine()), "--tokenizer_dir", str(engines.hf()), "--max_output_len", "2"]
     assert run_cli.main([*flags, "--streaming", "--streaming_interval", "0"]) == 1
     assert "--streaming_interval 0: give 1 or more" in capsys.readouterr().err
+
+
+def test_only_one_build_at_a_time_puts_its_files_in_place(tmp_path, monkeypatch):
+    placed, replace = [], os.replace
+
+    def watched(source, target) -> None:
+        other = os.open(tmp_path, os.O_RDONLY)  # as another process would open the folder
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(other)
+        placed.append(target.name)
+        replace(source, target)
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "replace", watched)
+    with engine_folder(tmp_path / "out", 1) as work:
+        for name in FILES:
+            (work / name).write_text("new")
+    assert placed == list(FILES)
+    with one_at_a_time(tmp_path):
+        pass  # free again

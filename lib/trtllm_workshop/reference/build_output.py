@@ -7,12 +7,13 @@ other kinds in an engine folder (a network picture, notes) stay where they are.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -67,6 +68,18 @@ def alive(pid: int) -> bool:
 
 
 @contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Holds back other processes that enter the same folder: two builds would mix the files of their engines."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
 def engine_folder(output: Path, need: int) -> Iterator[Path]:
     """Yields a fresh folder for FILES; when the block ends well they are put in place, otherwise they are removed.
 
@@ -79,11 +92,12 @@ def engine_folder(output: Path, need: int) -> Iterator[Path]:
     work.mkdir()
     try:
         yield work
-        if output.is_dir():
-            for name in FILES:
-                os.replace(work / name, output / name)
-        else:
-            os.rename(work, output)
+        with one_at_a_time(output.parent):
+            if output.is_dir():
+                for name in FILES:
+                    os.replace(work / name, output / name)
+            else:
+                os.rename(work, output)
     except OSError as error:
         if error.errno not in OUT_OF_SPACE:
             raise
