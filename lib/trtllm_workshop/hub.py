@@ -7,6 +7,7 @@ target, where an interrupted download is resumed, and renamed when every check h
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from typing import Any
 from trtllm_workshop import packaged_model
 from trtllm_workshop.host import hub_cache
 from trtllm_workshop.hub_disk import NotEnoughSpace, lasting_note, require_space
-from trtllm_workshop.hub_errors import HUB, HubError, explain
+from trtllm_workshop.hub_errors import HUB, HubError, explain, without_password
 from trtllm_workshop.hub_files import Choice, HubFile, choose
 from trtllm_workshop.hub_integrity import damaged_files, verify_model_folder
 from trtllm_workshop.hub_tokens import Token, find_token
@@ -28,6 +29,7 @@ from trtllm_workshop.hub_transfer import ask_child, child_environment, fast_path
 PROVENANCE = packaged_model.PROVENANCE
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 30.0
+MOST_CHARACTERS = 4096  # of a model's name or path
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,37 @@ def download(
 
     Raises HubError (its `kind` says which way it failed) and NotEnoughSpace, before anything is written.
     """
+    if not isinstance(model, str) or len(model) > MOST_CHARACTERS:
+        raise HubError("bad name", f"{model!r:.60} can be no model: give a name such as organisation/name, or a folder")
+    try:
+        return _download(
+            model, target_dir, revision, token, wheels, endpoint, connect_seconds, stall_seconds, say, environ
+        )
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise HubError("disk", f"the disk of {target_dir} is full: free some space and run again") from error
+        raise HubError("other", f"{target_dir} cannot be written ({error}): name another folder") from error
+
+
+def _download(
+    model: str,
+    target_dir: str | Path,
+    revision: str | None,
+    token: str | Token | bool | None,
+    wheels: str | Path | None,
+    endpoint: str | None,
+    connect_seconds: float,
+    stall_seconds: float,
+    say: Callable[[str], object],
+    environ: Mapping[str, str] | None,
+) -> Download:
     started, env = time.monotonic(), dict(os.environ if environ is None else environ)
     target, local = Path(target_dir).expanduser().absolute(), Path(model).expanduser()
-    if local.is_dir() and (local.is_absolute() or model.startswith((".", "~")) or (local / "config.json").is_file()):
+    if (
+        "\0" not in model
+        and local.is_dir()
+        and (local.is_absolute() or model.startswith((".", "~")) or (local / "config.json").is_file())
+    ):
         return _local_folder(local.absolute(), started)
     job = _Job(model.strip().strip("/"), target, revision, find_token(token, env), env, endpoint, say, started)
     if (found := job.already_there()) is not None:
@@ -114,7 +144,7 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
-        self.server = self.endpoint or self.environ.get("HF_ENDPOINT") or HUB
+        self.server = without_password(self.endpoint or self.environ.get("HF_ENDPOINT") or HUB)
         self.stage = self.target.parent / f".{self.target.name}.partial"
 
     def tell(self, text: str) -> None:
@@ -131,7 +161,7 @@ class _Job:
         if self.revision and self.revision not in (known.get("revision"), known.get("asked")):
             return None
         problems = list(verify_model_folder(self.target).problems)
-        sizes = [HubFile(name, int(size)) for name, size in known.get("files", {}).items()]
+        sizes = [HubFile(name, size) for name, size in known.get("files", {}).items()]
         problems += [f"{name} {what}" for name, what in damaged_files(self.target, sizes).items()]
         if problems:
             self.tell(f"{self.target} is not complete: {'; '.join(problems)}")
@@ -309,9 +339,12 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     """What PROVENANCE.json says about a folder's origin; {} where there is none that can be read."""
     try:
         known = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return known if isinstance(known, dict) else {}
+    if not isinstance(known, dict) or not isinstance(files := known.get("files", {}), dict):
+        return {}
+    plain = all(Path(name).name == name and isinstance(size, int) for name, size in files.items())
+    return known if plain else {}
 
 
 def _size(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,12 +24,20 @@ class HubError(ShownError):
         self.kind = kind
 
 
+def without_password(text: str) -> str:
+    """`text` with the password of every address such as https://user:password@host replaced."""
+    return re.sub(r"(//[^/@\s:]*):[^/@\s]+@", r"\1:***@", text)
+
+
 def explain(
     answer: Mapping[str, Any], model: str, revision: str | None, token: Token | None, endpoint: str = HUB
 ) -> HubError:
     """Turns the child's description of an error (`hub_child.describe`) into a HubError."""
     kind, status, detail = str(answer["kind"]), answer.get("status"), str(answer.get("text", "")).strip()
-    detail = " ".join(detail.split())[:400]
+    if token:
+        detail = token.hide(detail)  # before it is cut: half a token is too much as well
+    detail = " ".join(without_password(detail).split())[:400]
+    endpoint = without_password(endpoint)
     page = f"{endpoint.rstrip('/')}/{model}"
     sent = f"The token from {token.origin} was sent" if token else "No token was sent"
     log_in = "make one at https://huggingface.co/settings/tokens and set HF_TOKEN, or run `hf auth login`"

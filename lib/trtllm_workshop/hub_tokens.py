@@ -11,9 +11,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trtllm_workshop.shell import ShownError
+
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 VAULT_NAME = "HF_TOKEN"
 VAULT_SECONDS = 10.0
+
+
+class BadToken(ShownError):
+    """What was given as a token can be none; the text says where it came from and nothing of what it is."""
 
 
 class Token:
@@ -22,6 +28,12 @@ class Token:
     __slots__ = ("_reveal", "origin")
 
     def __init__(self, text: str, origin: str) -> None:
+        if not text.isascii() or not text.isprintable() or " " in text:
+            # Sent as it is, it would come back escaped inside somebody's error message, where nothing hides it.
+            raise BadToken(
+                f"the token from {origin} has a blank, a line break or another character that no token has: copy it "
+                "again from https://huggingface.co/settings/tokens, the token alone"
+            )
         self.origin = origin
         self._reveal = lambda: text  # a closure: not in a dump of attributes, not picklable
 
@@ -57,6 +69,8 @@ def find_token(
 
     `explicit` False asks for anonymous access. `vault` reads a secret store and may raise or hang: after
     `vault_seconds` it is given up with one warning. The default is Colab's vault, where this is Colab.
+
+    Raises BadToken for a text that can be no token.
     """
     env = os.environ if environ is None else environ
     if isinstance(explicit, Token):
