@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -57,6 +58,9 @@ def test_mistakes_on_the_command_line_are_explained_before_anything_starts(check
         (["run", "--model", "a/b"], "00_first.ipynb has no parameter 'model'"),
         (["run", "--notebooks-dir", "nowhere"], "Use --notebooks-dir FOLDER"),
         (["run", "--work-dir", __file__], "is a file"),
+        (["run", "--work-dir", f"{__file__}/below"], "lies below the file"),
+        (["run", "--work-dir", "n" * 300], "which can be no folder"),
+        (["run", "--work-dir", ""], "work_dir is empty"),
         (["exec"], "write it after --"),
         (["exec", "--toolchain", "reference", "--", "no-such-command"], "'no-such-command' was found neither"),
         (["stamp", "--repo", "not a repo"], "OWNER/NAME"),
@@ -117,3 +121,12 @@ def test_starting_the_command_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_work_folder_that_cannot_be_written_is_named(checkout: Path, monkeypatch, capsys) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trtllm_workshop.course.write_json", full)
+    assert cli.main(["run", "--work-dir", "place"]) == 1
+    assert "--work-dir place cannot be written: the disk is full" in capsys.readouterr().err

@@ -362,3 +362,18 @@ def test_a_folder_with_braces_and_blanks_in_its_name(make: Make, tmp_path: Path)
     code, (entry,) = course.run(course.select(moved), Options(profile="smoke"), workspace)
     assert code == 0, run_status.failure_text(entry)
     assert (workspace.executed / "00_first.ipynb").is_file()
+
+
+@pytest.mark.slow
+def test_P24_a_token_that_a_cell_prints_is_in_nothing_that_a_run_keeps(
+    make: Make, workspace: Workspace, monkeypatch, capsys
+) -> None:
+    secret = "hf_" + "S3cretS3cret"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    make("00_a", "import os\nprint('token', os.environ['HF_TOKEN'])\nraise RuntimeError(os.environ['HF_TOKEN'])")
+    code, _ = run(workspace, "00")
+    assert code == 1 and "token ***" in outputs(workspace, "00_a")
+    shown = capsys.readouterr()
+    assert secret not in shown.out + shown.err
+    kept = [path for path in workspace.root.rglob("*") if path.is_file()]
+    assert len(kept) > 2 and not [path for path in kept if secret.encode() in path.read_bytes()]

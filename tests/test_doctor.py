@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 from trtllm_workshop import doctor as doctor_command
@@ -270,3 +271,17 @@ def test_exit_code_is_one_only_for_errors(monkeypatch, capsys):
     assert "WARNING" in capsys.readouterr().out
     assert doctor_command.main(["--install"]) == 1
     assert "ERROR" in capsys.readouterr().out
+
+
+def test_a_work_folder_that_cannot_be_is_an_error(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for place, said in ((file, "is a file"), (file / "below", "lies below the file")):
+        assert doctor_command.main(["--work-dir", str(place)]) == 1
+        assert said in capsys.readouterr().out
+
+
+def test_a_work_folder_on_a_read_only_file_system_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (found,) = doctor_command.work_dir_findings(str(tmp_path / "new"))
+    assert (found.severity, found.code) == ("error", "work-dir") and str(tmp_path) in found.message

@@ -29,6 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _expected() as problem:
         print(f"workshop {arguments.command}: {problem}", file=sys.stderr)
         return 1
+    except OSError as error:
+        from trtllm_workshop.reference.output_errors import output_error
+
+        if not hasattr(arguments, "work_dir"):
+            raise
+        folder = arguments.work_dir or "work"
+        print(f"workshop {arguments.command}: {output_error(error, '--work-dir', folder)}", file=sys.stderr)
+        return 1
 
 
 def _expected() -> tuple[type[Exception], ...]:
@@ -89,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--notebooks-dir", type=Path, metavar="FOLDER", help="default: this checkout's notebooks")
-    parser.add_argument("--work-dir", type=Path, metavar="FOLDER", help="default: work beside the notebooks' folder")
+    parser.add_argument("--work-dir", metavar="FOLDER", help="default: work beside the notebooks' folder")
 
 
 def _course_options(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +122,8 @@ def _places(arguments: argparse.Namespace) -> tuple[Path, Any]:
     from trtllm_workshop.workspace import Workspace
 
     folder = course.notebooks_folder(arguments.notebooks_dir)
-    return folder, Workspace(work_folder(arguments.work_dir or folder.parent / "work"))
+    chosen = folder.parent / "work" if arguments.work_dir is None else arguments.work_dir
+    return folder, Workspace(work_folder(chosen))
 
 
 def _options(arguments: argparse.Namespace, **further: Any) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from trtllm_workshop.findings import Finding, doctor, preflight_tensorrt_llm
 from trtllm_workshop.machine import GIB, Machine, detect
+from trtllm_workshop.parameters import ParameterProblem, existing_part, work_folder
 from trtllm_workshop.precision import precision_support
 
 
@@ -21,11 +23,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     machine = detect(options.work_dir)
     findings = preflight_tensorrt_llm(machine) if options.install else doctor(machine)
+    findings = [*work_dir_findings(options.work_dir), *findings]
     if options.json:
         print(json.dumps({"machine": machine.to_dict(), "findings": [asdict(found) for found in findings]}, indent=2))
     else:
         print(render(machine, findings))
     return int(any(found.severity == "error" for found in findings))
+
+
+def work_dir_findings(work_dir: str) -> list[Finding]:
+    """An error when a run could not make or fill this folder."""
+    try:
+        there = existing_part(work_folder(work_dir))
+    except ParameterProblem as problem:
+        return [Finding("error", "work-dir", str(problem), "give --work-dir FOLDER, a new folder or one of your own")]
+    if os.access(there, os.W_OK | os.X_OK):
+        return []
+    text = f"the work folder {work_dir} cannot be written: {there} is read-only for you"
+    return [Finding("error", "work-dir", text, "give --work-dir FOLDER, a place where you may write")]
 
 
 def render(machine: Machine, findings: Sequence[Finding]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -16,6 +17,7 @@ from trtllm_workshop.shell import ShownError
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 VAULT_NAME = "HF_TOKEN"
 VAULT_SECONDS = 10.0
+SHORTEST = 8  # characters; hiding a shorter text would spoil others
 
 
 class BadToken(ShownError):
@@ -57,6 +59,14 @@ def token_file(environ: Mapping[str, str]) -> Path:
         return Path(environ["HF_HOME"]).expanduser() / "token"
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "huggingface" / "token"
+
+
+def known_tokens(environ: Mapping[str, str]) -> list[str]:
+    """The tokens that this machine's programs can read, to be looked for in text that is kept; not for showing."""
+    found = [environ.get(name, "").strip() for name in VARIABLES]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found.append(token_file(environ).read_text(encoding="utf-8").strip())
+    return [text for text in found if len(text) >= SHORTEST]
 
 
 def find_token(

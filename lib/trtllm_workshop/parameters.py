@@ -213,6 +213,16 @@ def work_folder(value: object) -> Path:
     if not text.strip():
         raise ParameterProblem("Parameter work_dir is empty; give a folder, for example '../work'.")
     path = Path(text).expanduser().resolve()
-    if path.exists() and not path.is_dir():
-        raise ParameterProblem(f"Parameter work_dir is {text!r}, which is a file; give a folder.")
+    try:
+        there = existing_part(path)
+    except (OSError, ValueError) as error:  # a name that is too long or has a null character
+        raise ParameterProblem(f"Parameter work_dir is {text[:80]!r}, which can be no folder: {error}.") from error
+    if not there.is_dir():
+        what = "is a file" if there == path else f"lies below the file {there}"
+        raise ParameterProblem(f"Parameter work_dir is {text!r}, which {what}; give a folder.")
     return path
+
+
+def existing_part(path: Path) -> Path:
+    """The path itself when it exists, else its nearest parent that does."""
+    return next(part for part in (path, *path.parents) if part.exists())

@@ -11,6 +11,8 @@ import os
 import sys
 from typing import Any
 
+from trtllm_workshop.hub_tokens import known_tokens
+
 KERNEL = "trtllm-workshop"  # a kernel spec that the runner writes for its own interpreter
 
 
@@ -59,9 +61,25 @@ def _literal(path: str) -> str:
     return path.replace("{", "{{").replace("}", "}}")
 
 
+def hide(value: Any, secrets: list[str]) -> Any:
+    """Outputs of a cell with every token replaced: executed notebooks and reports are passed on to others."""
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, "***")
+        return value
+    if isinstance(value, list):
+        return [hide(item, secrets) for item in value]
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = hide(value[key], secrets)
+    return value
+
+
 def _register_engine(report: Any) -> str:
     """papermill's own engine, with an event at the start of every code cell."""
     from papermill.engines import NBClientEngine, papermill_engines
+
+    secrets = known_tokens(os.environ)
 
     class ReportingEngine(NBClientEngine):
         @classmethod
@@ -76,7 +94,14 @@ def _register_engine(report: Any) -> str:
                     report("cell", index=cell_index, position=code.index(cell_index) + 1, source=cell.source[:2000])
                 announce(cell, cell_index, **rest)
 
-            nb_man.cell_start = cell_start
+            complete = nb_man.cell_complete
+
+            def cell_complete(cell: Any, cell_index: int, **rest: Any) -> None:
+                if cell.cell_type == "code":  # before papermill saves the cell, or quotes its error
+                    cell["outputs"] = hide(cell.outputs, secrets)
+                complete(cell, cell_index, **rest)
+
+            nb_man.cell_start, nb_man.cell_complete = cell_start, cell_complete
             return super().execute_managed_notebook(nb_man, kernel_name, **options)
 
     papermill_engines.register("trtllm-workshop", ReportingEngine)

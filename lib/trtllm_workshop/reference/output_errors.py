@@ -10,6 +10,8 @@ _REASONS = {
     errno.ENOTDIR: "a file is in the place of a folder",
     errno.ENOTEMPTY: "another process has just written there",
     errno.ENAMETOOLONG: "the name is too long",
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "your share of the disk is full",
     errno.EACCES: "you have no permission to write there",
     errno.EPERM: "you have no permission to write there",
     errno.EROFS: "that file system can only be read",
