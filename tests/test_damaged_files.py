@@ -18,6 +18,7 @@ from trtllm_workshop.reference.build import BuildConfig, build_engine
 from trtllm_workshop.reference.build_output import FILES, engine_folder, one_at_a_time
 from trtllm_workshop.reference.convert import convert_checkpoint
 from trtllm_workshop.reference.engine import EngineError, load_engine
+from trtllm_workshop.reference.llm import load_tokenizer, read_generation_config
 from trtllm_workshop.safetensors_file import read_header
 
 UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
@@ -160,3 +161,28 @@ def test_only_one_build_at_a_time_puts_its_files_in_place(tmp_path, monkeypatch)
     assert placed == list(FILES)
     with one_at_a_time(tmp_path):
         pass  # free again
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_damaged_tokenizer_is_named_with_its_folder(source, name, text):
+    (source / name).write_text(text)
+    with pytest.raises(ValueError, match=f"the tokenizer in {source} cannot be read"):
+        load_tokenizer(source)
+
+
+def test_code_beside_a_tokenizer_is_never_run(source, tmp_path):
+    (source / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tok: ...\n")
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Tok", "auto_map": {"AutoTokenizer": ["evil.Tok", "evil.Tok"]}}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="custom code"):
+        load_tokenizer(source)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"', '{"eos_token_id": "x"}', '{"eos_token_id": [1, [2]]}'])
+def test_a_damaged_generation_config_is_named(source, text):
+    (source / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"generation_config\.json"):
+        read_generation_config(source)

@@ -36,9 +36,22 @@ IMPLEMENTED = {
 
 
 def read_generation_config(folder: Path | None) -> dict[str, Any] | None:
-    """generation_config.json of a model folder, or None: many models have none, and that is no error."""
+    """generation_config.json of a model folder, or None: many models have none, and that is no error.
+
+    Raises ValueError for a file that cannot be read.
+    """
     path = folder / "generation_config.json" if folder else None
-    return json.loads(path.read_text()) if path and path.is_file() else None
+    if path is None or not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable JSON ({error}): download the model again") from error
+    ends = config.get("eos_token_id") if isinstance(config, dict) else config
+    whole = [isinstance(end, int) and not isinstance(end, bool) for end in (ends if isinstance(ends, list) else [ends])]
+    if not isinstance(config, dict) or not (ends is None or all(whole)):
+        raise ValueError(f"{path}: eos_token_id is {ends!r:.60}, expected a token id or a list of them")
+    return config
 
 
 def load_tokenizer(
@@ -48,6 +61,7 @@ def load_tokenizer(
 
     Raises:
         FileNotFoundError: when a folder has no tokenizer files, or a name is neither a folder nor on the hub.
+        ValueError: for damaged files, and for a tokenizer that needs code from its folder.
     """
     if source is None or not isinstance(source, str | Path):
         return source, None
@@ -65,12 +79,17 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             str(source), trust_remote_code=trust_remote_code, use_fast=mode != "slow", revision=revision or "main"
         )
-    except OSError as error:
+    except Exception as error:  # damaged files fail in many ways, none of which names the file
+        reason = (str(error).splitlines() or [""])[0]
         if folder.is_dir():
-            raise
+            if "trust_remote_code" in str(error):
+                raise
+            raise ValueError(
+                f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {reason}); download the model again"
+            ) from error
         raise FileNotFoundError(
             f"tokenizer {str(source)!r} is no folder here and could not be had from the hub either "
-            f"({str(error).splitlines()[0]}); pass the Hugging Face model folder as tokenizer"
+            f"({reason}); pass the Hugging Face model folder as tokenizer"
         ) from error
     return tokenizer, folder if folder.is_dir() else None
 
