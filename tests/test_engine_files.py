@@ -20,9 +20,10 @@ from tiny_models import edit_config
 from trtllm_workshop.artifacts import describe
 from trtllm_workshop.checkpoint import WrongFolderKind, classify
 from trtllm_workshop.reference.build import build_engine
-from trtllm_workshop.reference.build_output import BuildError, alive
+from trtllm_workshop.reference.build_output import BuildError
 from trtllm_workshop.reference.configs import BuildConfig
 from trtllm_workshop.reference.engine import EngineError, load_engine
+from trtllm_workshop.reference.leftovers import alive
 
 SMALL = BuildConfig(max_batch_size=2, max_seq_len=32)
 

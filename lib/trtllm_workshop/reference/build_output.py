@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trtllm_workshop.reference.leftovers import alive
+
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The engine first: with the old config.json beside it, it is refused when it is loaded (see engine.load_engine).
 FILES = ("rank0.engine", "config.json")
@@ -52,19 +54,6 @@ def clear_leftovers(output: Path) -> list[Path]:
             shutil.rmtree(entry)
             removed.append(entry)
     return removed
-
-
-def alive(pid: int) -> bool:
-    """Whether a process of this host with this number runs; this process itself does not count."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trtllm_workshop.checkpoint import classify
 from trtllm_workshop.reference.convert_source import ConversionError
+from trtllm_workshop.reference.leftovers import alive
 
 _OWN_FILES = re.compile(r"config\.json|rank\d+\.safetensors")
 
@@ -56,16 +57,6 @@ def _work_name(target: Path, what: str) -> str:
     return f".{target.name}.{what}-{socket.gethostname()}-{os.getpid()}"
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def clear_leftovers(target: Path) -> list[str]:
     """Removes what a killed conversion to the same target left behind on this host, and returns what was done.
 
@@ -76,7 +67,7 @@ def clear_leftovers(target: Path) -> list[str]:
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(converting|replaced)-{host}-(\d+)")
     for entry in sorted(target.parent.iterdir()) if target.parent.is_dir() else []:
         match = pattern.fullmatch(entry.name)
-        if not match or not entry.is_dir() or (int(match[2]) != os.getpid() and _alive(int(match[2]))):
+        if not match or not entry.is_dir() or alive(int(match[2])):
             continue
         if match[1] == "replaced" and not target.exists():
             entry.rename(target)
