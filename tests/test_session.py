@@ -6,32 +6,18 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-from children import wait_until
+from children import failure, wait_until
 from trtllm_workshop.processes import group_alive
 from trtllm_workshop.reference.version import VERSION
 from trtllm_workshop.session import ToolchainError
-from trtllm_workshop.toolchain import REFERENCE, Toolchain, choose
+from trtllm_workshop.toolchain import REFERENCE, Toolchain
 
 Capsys = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def toolchain() -> Iterator[Toolchain]:
-    chosen = choose("reference", quiet=True)
-    yield chosen
-    chosen.close()
-
-
-def failure(toolchain: Toolchain, code: str, **inputs: Any) -> str:
-    with pytest.raises(ToolchainError) as error:
-        toolchain.run_python(code, inputs)
-    return str(error.value)
 
 
 # Values

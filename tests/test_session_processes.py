@@ -8,30 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from children import gone, wait_until
+from children import failure, gone, wait_until
 from trtllm_workshop.processes import group_alive
-from trtllm_workshop.session import ToolchainError
 from trtllm_workshop.toolchain import REFERENCE, Toolchain, choose
 
 Capsys = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def toolchain() -> Iterator[Toolchain]:
-    chosen = choose("reference", quiet=True)
-    yield chosen
-    chosen.close()
-
-
-def failure(toolchain: Toolchain, code: str, **inputs: Any) -> str:
-    with pytest.raises(ToolchainError) as error:
-        toolchain.run_python(code, inputs)
-    return str(error.value)
 
 
 def test_P130_no_main_file_exists_that_a_worker_could_run_again(toolchain: Toolchain) -> None:

@@ -18,13 +18,6 @@ Capsys = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def toolchain() -> Iterator[Toolchain]:
-    chosen = choose("reference", quiet=True)
-    yield chosen
-    chosen.close()
-
-
-@pytest.fixture
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toolchain: Toolchain) -> Iterator[Any]:
     """A real IPython shell with the magic registered."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
