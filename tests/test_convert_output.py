@@ -143,11 +143,10 @@ def test_the_command_says_what_it_is_and_what_it_did(source, tmp_path):
     ("flags", "said"),
     [
         (
-            ["--use_weight_only"],
-            "--use_weight_only is an official flag that the reference toolchain does not implement",
+            ["--use_nvfp4"],
+            "--use_nvfp4 is an official flag that the reference toolchain does not implement",
         ),
         (["--smoothquant", "0.5"], "--smoothquant 0.5 is an official flag"),
-        (["--use_fp8"], "--use_fp8 is an official flag"),
         (["--tp_sizes", "2"], "--tp_size"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--log_level", "loud"], "--log_level loud"),

@@ -95,12 +95,14 @@ def convert_checkpoint(
     n_kv_head: int | None = None,
     save_config_only: bool = False,
     allow_pickle: bool | None = None,
+    quant_algo: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Conversion:
     """Converts a Hugging Face folder into a checkpoint folder with one rankN.safetensors for every rank.
 
     `workers` ranks are written at a time. `save_config_only` writes config.json alone. `n_kv_head` only has to agree
-    with the weights. Progress and warnings go to `say`.
+    with the weights. `quant_algo` W8A16 or W4A16 leaves the tensors as they are: trtllm-build quantizes them. Progress and
+    warnings go to `say`.
 
     Raises WrongFolderKind, UnsupportedModel, BrokenWeights, ConversionError (all of them ValueError) or OSError, and
     leaves the output folder as it was then.
@@ -119,7 +121,7 @@ def convert_checkpoint(
             f"{spec.sliding_window} when you run the engine"
         )
     if save_config_only:
-        config = checkpoint_config(spec, stored, sharding)
+        config = checkpoint_config(spec, stored, sharding, quant_algo)
         with replacing(target, lambda _: []) as work:
             _write_config(work, config)
         return Conversion(target, config, (), tuple(report.warnings), time.monotonic() - started)
@@ -128,7 +130,7 @@ def convert_checkpoint(
             say(note)
         head = _check_weights(spec, source, n_kv_head, report)
         _warn_about_range(source.index, spec, stored, dtype, report)
-        config = checkpoint_config(spec, stored, sharding)
+        config = checkpoint_config(spec, stored, sharding, quant_algo)
         ranks = sharding.tp_size * sharding.pp_size
         plans = [list(plan_rank(spec, sharding, rank, head)) for rank in range(ranks)]
         needed = sum(_plan_bytes(plan, stored) for plan in plans)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from trtllm_workshop.commands import command_parser
 from trtllm_workshop.reference.convert import convert_checkpoint, hf_spec
@@ -27,8 +28,29 @@ _COMMON = (
     "--load_model_on_cpu",
     "--use_parallel_embedding",
     "--embedding_sharding_dim",
+    "--use_weight_only",
+    "--weight_only_precision",
+    "--int8_kv_cache",
 )
-_FLAGS = {LLAMA: (*_COMMON, "--n_kv_head", "--load_by_shard", "--save_config_only", "--log_level"), QWEN: _COMMON}
+_FLAGS = {
+    LLAMA: (
+        *_COMMON,
+        "--use_fp8",
+        "--fp8_kv_cache",
+        "--n_kv_head",
+        "--load_by_shard",
+        "--save_config_only",
+        "--log_level",
+    ),
+    QWEN: _COMMON,
+}
+_WEIGHT_ONLY = {"int8": "W8A16", "int4": "W4A16"}
+# What 1.2.1 does with these, and why it is not repeated here.
+_CALIBRATED = {
+    "use_fp8": ("sets the algorithm and measures nothing, so the scales would be missing", "--qformat fp8"),
+    "int8_kv_cache": ("needs scales that are measured on texts", "--kv_cache_dtype int8"),
+    "fp8_kv_cache": ("writes the scale 1.0 for every layer without measuring", "--kv_cache_dtype fp8"),
+}
 # tensorrt_llm.logger's names, from silent to talkative
 _LOG_LEVELS = ("internal_error", "error", "warning", "info", "verbose", "debug")
 
@@ -64,6 +86,7 @@ def _run(script: str, args: object) -> None:
             sys.stdout.write(text + "\n")  # one write: lines of several ranks do not run into each other
             sys.stdout.flush()
 
+    quant_algo = _weight_only(options, say)
     started = time.monotonic()
     _refuse_other_family(script, options["model_dir"])
     result = convert_checkpoint(
@@ -79,10 +102,31 @@ def _run(script: str, args: object) -> None:
         workers=options["workers"],
         n_kv_head=options.get("n_kv_head"),
         save_config_only=options.get("save_config_only", False),
+        quant_algo=quant_algo,
         say=say,
     )
     say(f"{result.folder}: {result.config['architecture']}, {result.config['dtype']}, {len(result.file_sizes)} rank(s)")
     print(f"Total time of converting checkpoints: {time.strftime('%H:%M:%S', time.gmtime(time.monotonic() - started))}")
+
+
+def _weight_only(options: Mapping[str, Any], say: Callable[[str], None]) -> str | None:
+    """The checkpoint's quant_algo; the tensors stay 16-bit, and trtllm-build quantizes them, as in 1.2.1."""
+    for name, (reason, instead) in _CALIBRATED.items():
+        if options.get(name):
+            raise ValueError(f"--{name} {reason}: run examples/quantization/quantize.py {instead} instead")
+    precision = options["weight_only_precision"]
+    if precision not in _WEIGHT_ONLY:
+        raise ValueError(
+            f"--weight_only_precision {precision} reads weights that GPTQ has quantized already, which the reference "
+            "toolchain does not: take int8 or int4"
+        )
+    if options["use_weight_only"]:
+        algorithm = _WEIGHT_ONLY[precision]
+        say(f"weight-only {precision} ({algorithm}): the checkpoint stays 16-bit, trtllm-build quantizes the weights")
+        return algorithm
+    if precision != "int8":
+        say(f"warning: --weight_only_precision {precision} has no effect without --use_weight_only")
+    return None
 
 
 def _refuse_other_family(script: str, model_dir: str) -> None:

@@ -12,8 +12,11 @@ from trtllm_workshop.model_spec import ModelSpec
 from trtllm_workshop.reference.convert_plan import Sharding
 
 
-def checkpoint_config(spec: ModelSpec, dtype: str, sharding: Sharding) -> dict[str, Any]:
-    """The checkpoint's config for a spec: `dtype` is the stored type, spec.dtype (the source's) is not used."""
+def checkpoint_config(spec: ModelSpec, dtype: str, sharding: Sharding, quant_algo: str | None = None) -> dict[str, Any]:
+    """The checkpoint's config for a spec: `dtype` is the stored type, spec.dtype (the source's) is not used.
+
+    `quant_algo` W8A16 or W4A16 asks trtllm-build to quantize the 16-bit weights.
+    """
     qwen = spec.architecture == "Qwen2ForCausalLM"
     rotary = {"rotary_base": spec.rotary_base, "rotary_scaling": spec.rotary_scaling}
     biases = {"mlp_bias": False, "attn_bias": spec.attn_bias}
@@ -41,10 +44,15 @@ def checkpoint_config(spec: ModelSpec, dtype: str, sharding: Sharding) -> dict[s
             "output_multiplier_scale": 1.0,
         }
         extra = {}
-    return {**own, **_common(spec, dtype, sharding), **extra, "tie_word_embeddings": spec.tie_word_embeddings}
+    return {
+        **own,
+        **_common(spec, dtype, sharding, quant_algo),
+        **extra,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+    }
 
 
-def _common(spec: ModelSpec, dtype: str, sharding: Sharding) -> dict[str, Any]:
+def _common(spec: ModelSpec, dtype: str, sharding: Sharding, quant_algo: str | None) -> dict[str, Any]:
     return {
         "architecture": spec.architecture,
         "dtype": dtype,
@@ -62,7 +70,7 @@ def _common(spec: ModelSpec, dtype: str, sharding: Sharding) -> dict[str, Any]:
         "max_position_embeddings": spec.max_position_embeddings,
         "mapping": _mapping(sharding),
         "quantization": {
-            "quant_algo": None,
+            "quant_algo": quant_algo,
             "kv_cache_quant_algo": None,
             "group_size": 128,
             "smoothquant_val": 0.5,
