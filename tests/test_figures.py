@@ -6,7 +6,7 @@ import itertools
 
 import matplotlib
 import pytest
-from trtllm_workshop.figures import checkpoint, engine, style
+from trtllm_workshop.figures import checkpoint, engine, quantize, style
 
 
 def luminance(colour: str) -> float:
@@ -70,3 +70,73 @@ def test_the_fused_matrix_is_drawn_for_all_kinds_of_attention(heads: int, kv_hea
     left, right = checkpoint.fused_qkv(heads, kv_heads, 64, heads * 64).axes
     assert left.get_yticks()[-1] == (heads + 2 * kv_heads) * 64
     assert ("own K and V" in right.get_title(loc="left")) == (heads == kv_heads)
+
+
+def test_number_lines_count_what_lies_in_the_lowest_part() -> None:
+    axes = quantize.number_lines({"A": [0, 1, 2, 4, 64], "B": list(range(65))}, zoom=32).axes
+    assert [place.get_title(loc="left") for place in axes] == [
+        "A, whole range: 5 numbers",
+        "A, lowest 1/32: 3 numbers",  # 0, 1 and 2 of 64
+        "B, whole range: 65 numbers",
+        "B, lowest 1/32: 3 numbers",
+    ]
+
+
+def test_P74_the_marks_of_E4M3_are_those_of_the_format() -> None:
+    import ml_dtypes
+    import numpy as np
+
+    def stored(value: float) -> float:
+        return float(np.float32(value).astype(ml_dtypes.float8_e4m3fn))
+
+    assert stored(quantize.E4M3_LARGEST) == quantize.E4M3_LARGEST == float(ml_dtypes.finfo("float8_e4m3fn").max)
+    assert float(ml_dtypes.finfo("float8_e4m3fn").smallest_normal) == quantize.E4M3_NORMAL
+    assert stored(quantize.E4M3_ZERO) == 0 < stored(quantize.E4M3_ZERO * 1.01)
+
+
+def test_P74_the_marks_move_with_the_scale() -> None:
+    lines = {scale: quantize.stored_values({"keys": {0: 1, 5: 3}}, scale).axes[0].lines for scale in (1.0, 4.0)}
+    first, second = ([line.get_xdata()[0] for line in found] for found in lines.values())
+    assert [round(b - a, 9) for a, b in zip(first, second, strict=True)] == [2.0, 2.0, 2.0]  # 4 = 2^2
+
+
+def test_changed_tokens_are_counted_and_grouped_by_margin() -> None:
+    margin = [0.1, 0.2, 3.0, 4.0]
+    left, right = quantize.margin_noise(margin, [0.5] * 4, [False, True, True, True], bins=2).axes
+    assert [bar.get_height() for bar in right.patches] == [50.0, 0.0]
+    assert [text.get_text() for text in left.figure.legends[0].get_texts()][:2] == [
+        "same best token (3)",
+        "another best token (1)",
+    ]
+
+
+def test_a_picture_of_margins_can_do_without_changes_and_with_ties() -> None:
+    left, right = quantize.margin_noise([0.0, 1.0], [0.0, 0.0], [True, True]).axes
+    assert sum(bar.get_height() for bar in right.patches) == 0 and len(left.collections) == 1
+
+
+def test_the_interval_picture_takes_a_logarithm_only_of_numbers_above_zero() -> None:
+    rows = [(0.1, 0.2, 0.3), (0.001, 0.002, 0.003)]
+    above = quantize.quality_intervals(["a", "b"], {"KL": rows}, logarithmic=["KL"]).axes[0]
+    touching = quantize.quality_intervals(["a", "b"], {"KL": [*rows[:1], (0.0, 0.0, 0.0)]}, logarithmic=["KL"]).axes[0]
+    assert (above.get_xscale(), touching.get_xscale()) == ("log", "linear")
+
+
+def test_a_recorded_measurement_names_its_source_in_the_picture() -> None:
+    figure = quantize.recorded_bars({"tokens/s": {"bf16": 1.0, "fp8": 2.0}}, "Speed", "a GPU, 2026-01-02")
+    assert "a GPU, 2026-01-02" in figure.get_supxlabel()
+    with pytest.raises(ValueError, match="source"):
+        quantize.recorded_bars({"tokens/s": {"bf16": 1.0}}, "Speed", " ")
+
+
+def test_sizes_are_drawn_without_a_prediction_where_there_is_none() -> None:
+    axes = quantize.sizes({"a": (2e6, 1e6), "b": (None, 4e6)}, "Sizes").axes[0]
+    assert sorted(bar.get_width() for bar in axes.patches) == [1e6, 2e6, 4e6]
+
+
+@pytest.mark.parametrize("limit", [None, 448.0])
+def test_ranges_over_layers_show_every_value_and_the_limit(limit: float | None) -> None:
+    axes = quantize.layer_ranges({"keys": {"right": [1.0, 300.0], "wrong": [0.5, 2.0]}}, limit=limit).axes[0]
+    low, high = axes.get_ylim()
+    assert low < 0.5 and high > (limit or 300.0)
+    assert len(axes.lines) == 2 + (limit is not None)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trtllm_workshop.figures import checkpoint, download, engine, hardware, inference, style
+from trtllm_workshop.figures import checkpoint, download, engine, hardware, inference, quantize, style
 
-__all__ = ["checkpoint", "download", "engine", "hardware", "inference", "style"]
+__all__ = ["checkpoint", "download", "engine", "hardware", "inference", "quantize", "style"]
