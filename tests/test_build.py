@@ -100,10 +100,13 @@ def test_capturing_the_graph_takes_no_memory_for_weights(engines):
     import torch
     from trtllm_workshop.checkpoint import read_config
     from trtllm_workshop.model_spec import ModelSpec
+    from trtllm_workshop.quant_mode import QuantMode
+    from trtllm_workshop.reference.network import NetworkConfig
 
     config = read_config(engines.checkpoint())
     limits, _ = resolve_limits(BuildConfig(max_batch_size=2, max_seq_len=32), config)
-    program = export_network(ModelSpec.from_checkpoint_config(config), torch.float32, limits, 8)
+    network = NetworkConfig(ModelSpec.from_checkpoint_config(config), torch.float32, 32, QuantMode())
+    program = export_network(network, limits, 8)
     assert {value.device.type for value in program.state_dict.values()} == {"meta"}
 
 

@@ -98,7 +98,9 @@ def test_several_ranks_and_quantized_weights(checkpoint, tmp_path):
     edit_config(checkpoint, mapping={**config["mapping"], "world_size": 2, "tp_size": 2})
     refused(checkpoint, tmp_path / "out", "split over 2 ranks", "--tp_size 1")
     edit_config(checkpoint, mapping=config["mapping"], quantization={"quant_algo": "FP8"})
-    refused(checkpoint, tmp_path / "out", "quant_algo FP8")
+    refused(checkpoint, tmp_path / "out", "Required but not provided tensors", "weights_scaling_factor")
+    edit_config(checkpoint, quantization={"quant_algo": "W8A8_SQ_PER_CHANNEL_PLUGIN"})
+    refused(checkpoint, tmp_path / "out", "quant_algo 'W8A8_SQ_PER_CHANNEL_PLUGIN'", "FP8, W8A16, W4A16, W4A16_AWQ")
 
 
 def test_P66_a_folder_of_another_kind(engines, tmp_path):

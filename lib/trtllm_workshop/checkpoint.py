@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_workshop.model_spec import ModelSpec, UnsupportedModel
+from trtllm_workshop.quant_mode import QuantMode, TensorLayout, UnsupportedQuantization
 from trtllm_workshop.safetensors_file import BrokenWeights, TensorInfo, read_header
 
 __all__ = [
     "BrokenWeights",
     "RankMapping",
     "TensorInfo",
+    "TensorLayout",
     "WrongFolderKind",
     "classify",
     "config_section",
+    "expected_layout",
     "expected_tensors",
     "read_config",
     "read_tensor",
@@ -218,41 +221,70 @@ def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def expected_tensors(pretrained_config: Mapping[str, Any], rank: int = 0) -> dict[str, tuple[int, ...]]:
-    """{TensorRT-LLM name: shape on this rank} of an unquantized checkpoint with this config.
+def expected_layout(pretrained_config: Mapping[str, Any], rank: int = 0) -> dict[str, TensorLayout]:
+    """{TensorRT-LLM name: shape on this rank and type} of a checkpoint with this config, quantized or not.
 
-    Layer numbers are local to the pipeline stage. Raises UnsupportedModel or BrokenWeights for a config that
-    contradicts itself.
+    Layer numbers are local to the pipeline stage. Raises UnsupportedModel, UnsupportedQuantization or BrokenWeights for
+    a config that contradicts itself.
     """
     spec = ModelSpec.from_checkpoint_config(pretrained_config)
+    mode, dtype = QuantMode.from_config(pretrained_config), str(pretrained_config.get("dtype"))
     place = RankMapping.from_config(pretrained_config, rank)
     tp, hidden = place.tp_size, spec.hidden_size
     heads = spec.num_attention_heads // tp
     kv_heads = max(1, spec.num_key_value_heads // tp)  # fewer KV heads than ranks: each rank holds a copy of one
     qkv, inner = (heads + 2 * kv_heads) * spec.head_size, spec.intermediate_size // tp
     rows = padded_vocabulary(spec.vocab_size, tp)
-    shapes: dict[str, tuple[int, ...]] = {}
+    layout: dict[str, TensorLayout] = {}
+
+    def plain(name: str, *shape: int) -> None:
+        layout[name] = TensorLayout(shape, dtype)
+
+    def linear(module: str, outputs: int, inputs: int) -> None:
+        layout.update(mode.linear_tensors(module, outputs, inputs, dtype))
+
     if place.is_first_stage:
         table = (spec.vocab_size, hidden)
         if pretrained_config.get("use_parallel_embedding") and tp > 1:
             by_hidden = pretrained_config.get("embedding_sharding_dim", 0) == 1
             table = (spec.vocab_size, hidden // tp) if by_hidden else (rows // tp, hidden)
-        shapes["transformer.vocab_embedding.weight"] = table
+        plain("transformer.vocab_embedding.weight", *table)
     for local in range(len(place.layers(spec.num_hidden_layers))):
         layer = f"transformer.layers.{local}."
-        shapes[layer + "input_layernorm.weight"] = (hidden,)
-        shapes[layer + "attention.qkv.weight"] = (qkv, hidden)
+        plain(layer + "input_layernorm.weight", hidden)
+        linear(layer + "attention.qkv", qkv, hidden)
         if spec.attn_bias:
-            shapes[layer + "attention.qkv.bias"] = (qkv,)
-        shapes[layer + "attention.dense.weight"] = (hidden, heads * spec.head_size)
-        shapes[layer + "post_layernorm.weight"] = (hidden,)
-        shapes[layer + "mlp.fc.weight"] = (inner, hidden)
-        shapes[layer + "mlp.gate.weight"] = (inner, hidden)
-        shapes[layer + "mlp.proj.weight"] = (hidden, inner)
+            plain(layer + "attention.qkv.bias", qkv)
+        linear(layer + "attention.dense", hidden, heads * spec.head_size)
+        if mode.kv_cache_quant_algo:
+            layout[layer + "attention.kv_cache_scaling_factor"] = TensorLayout((1,), "float32")
+        plain(layer + "post_layernorm.weight", hidden)
+        linear(layer + "mlp.fc", inner, hidden)
+        linear(layer + "mlp.gate", inner, hidden)
+        linear(layer + "mlp.proj", hidden, inner)
     if place.is_last_stage:
-        shapes["transformer.ln_f.weight"] = (hidden,)
-        shapes["lm_head.weight"] = (rows // tp, hidden)
-    return shapes
+        plain("transformer.ln_f.weight", hidden)
+        # With share_embedding_table, as ModelOpt writes it, the head is the embedding and has no tensor of its own.
+        if not (pretrained_config.get("share_embedding_table") and place.is_first_stage):
+            linear("lm_head", rows // tp, hidden)
+    return layout
+
+
+def surplus_tensors(found: Iterable[str], layout: Mapping[str, TensorLayout]) -> set[str]:
+    """Names that the config does not ask for and that no TensorRT-LLM tool writes beside those it does.
+
+    ModelOpt writes k_cache_scaling_factor and v_cache_scaling_factor beside the joint one, which is their maximum.
+    """
+    joint = ".kv_cache_scaling_factor"
+    known = {name.replace(joint, f".{part}_cache_scaling_factor") for name in layout if joint in name for part in "kv"}
+    if "transformer.ln_f.weight" in layout:
+        known.add("lm_head.weight")  # may be there beside a shared embedding table
+    return set(found) - layout.keys() - known
+
+
+def expected_tensors(pretrained_config: Mapping[str, Any], rank: int = 0) -> dict[str, tuple[int, ...]]:
+    """{TensorRT-LLM name: shape on this rank}; see `expected_layout`, which also gives the types."""
+    return {name: layout.shape for name, layout in expected_layout(pretrained_config, rank).items()}
 
 
 def summarise_names(names: Iterable[str], most: int = 6) -> str:
@@ -275,15 +307,15 @@ def summarise_names(names: Iterable[str], most: int = 6) -> str:
 def verify_checkpoint(path: str | Path) -> list[str]:
     """Everything that is wrong with a checkpoint folder, as sentences; an empty list means it is complete.
 
-    Checks config.json, one file per rank, every header, the set of names, and each tensor's shape and type. For a
-    quantized checkpoint names and shapes of quantized matrices differ, so only files and headers are checked.
+    Checks config.json, one file per rank, every header, the set of names, and each tensor's shape and type, quantized or
+    not. The values of scales are `scale_audit`'s business.
     """
     folder = Path(path)
     try:
         config = read_config(require_kind(folder, "checkpoint"))
-        place, quantization = RankMapping.from_config(config), config_section(config, "quantization")
-        wanted = {rank: expected_tensors(config, rank) for rank in range(place.tp_size * place.pp_size)}
-    except (WrongFolderKind, BrokenWeights, UnsupportedModel) as error:
+        place = RankMapping.from_config(config)
+        wanted = {rank: expected_layout(config, rank) for rank in range(place.tp_size * place.pp_size)}
+    except (WrongFolderKind, BrokenWeights, UnsupportedModel, UnsupportedQuantization) as error:
         return [str(error)]
     problems = []
     surplus = {file.name for file in folder.glob("rank*.safetensors")} - {f"rank{r}.safetensors" for r in wanted}
@@ -291,33 +323,30 @@ def verify_checkpoint(path: str | Path) -> list[str]:
         problems.append(
             f"{folder}: {', '.join(sorted(surplus))} belong to no rank of mapping (world size {len(wanted)})"
         )
-    quantized = bool(quantization.get("quant_algo"))
-    for rank, shapes in wanted.items():
+    for rank, layout in wanted.items():
         try:
             index, _ = read_header(folder / f"rank{rank}.safetensors")
         except BrokenWeights as error:
             problems.append(str(error))
             continue
-        if not quantized:
-            problems += _compare(f"rank{rank}", index, shapes, str(config.get("dtype")), config)
+        problems += _compare(f"rank{rank}", index, layout, config)
     return problems
 
 
 def _compare(
-    rank: str, index: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], dtype: str, config: Mapping
+    rank: str, index: Mapping[str, TensorInfo], layout: Mapping[str, TensorLayout], config: Mapping[str, Any]
 ) -> list[str]:
     problems = []
-    missing, extra = shapes.keys() - index.keys(), index.keys() - shapes.keys()
-    if config.get("share_embedding_table"):  # ModelOpt leaves the tied head out
-        missing -= {"lm_head.weight"}
+    missing, extra = layout.keys() - index.keys(), surplus_tensors(index, layout)
     if missing:
         problems.append(f"{rank}: required but not provided: {summarise_names(missing)}")
     if extra:
         problems.append(f"{rank}: provided but not required: {summarise_names(extra)}")
-    for name in sorted(shapes.keys() & index.keys()):
-        info = index[name]
-        if info.shape != shapes[name]:
-            problems.append(f"{rank}: {name} has shape {info.shape}, the config makes it {shapes[name]}")
-        if info.dtype != dtype:
-            problems.append(f"{rank}: {name} is {info.dtype}, config.json says dtype {dtype}")
+    for name in sorted(layout.keys() & index.keys()):
+        info, wanted = index[name], layout[name]
+        if info.shape != wanted.shape:
+            problems.append(f"{rank}: {name} has shape {info.shape}, the config makes it {wanted.shape}")
+        if info.dtype != wanted.dtype:
+            says = f"dtype {wanted.dtype}" if wanted.dtype == config.get("dtype") else f"{wanted.dtype} (quantization)"
+            problems.append(f"{rank}: {name} is {info.dtype}, config.json says {says}")
     return problems

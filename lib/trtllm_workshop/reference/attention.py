@@ -8,7 +8,8 @@ Packed tokens: the tokens of all requests of a step lie behind each other withou
 generation requests (one token each), which is the layout of TensorRT-LLM's `remove_input_padding`.
 
 The KV-cache pool has the shape [layers, blocks, tokens_per_block, 2, kv_heads, head_size]; index 0 of the fourth
-dimension holds keys, 1 holds values, so that one copy fetches both. Its type may be narrower than the type attention is computed in.
+dimension holds keys, 1 holds values, so that one copy fetches both. Its type may be narrower than the type attention is computed in:
+a pool of float8_e4m3fn or int8 holds keys and values divided by the layer's `kv_cache_scaling_factor`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ LIBRARY = torch.library.Library("trtllm_workshop", "DEF")
 LIBRARY.define(
     "gpt_attention(Tensor qkv, Tensor rotary_cos, Tensor rotary_sin, Tensor(a!) kv_cache_pool, Tensor slot_mapping, "
     "Tensor kv_cache_block_offsets, Tensor sequence_length, Tensor host_request_types, Tensor host_query_lengths, "
-    "Tensor host_sequence_lengths, int layer_idx, int num_heads, int num_kv_heads) -> Tensor"
+    "Tensor host_sequence_lengths, int layer_idx, int num_heads, int num_kv_heads, Tensor? kv_cache_scaling_factor, "
+    "bool paged_context_fmha) -> Tensor"
 )
 
 
@@ -71,16 +73,40 @@ def _context_groups(lengths: list[int], totals: list[int]) -> list[tuple[int, in
     return groups
 
 
+def quantize_kv(kv: torch.Tensor, pool_dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """Keys and values as the pool holds them: [...] in `pool_dtype`, divided by `scale` ([1], float32) if there is one.
+
+    Rounded to nearest even; what lies outside the range of the type is clamped, as torch's casts do not do.
+    """
+    if scale is None:
+        return kv.to(pool_dtype)
+    wide = kv.float() * scale.reciprocal()
+    if pool_dtype == torch.int8:
+        return wide.round().clamp(-128, 127).to(torch.int8)
+    return wide.clamp(-448.0, 448.0).to(pool_dtype)
+
+
+def dequantize_kv(stored: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """The reverse of `quantize_kv`, in `dtype`."""
+    return stored.to(dtype) if scale is None else (stored.float() * scale).to(dtype)
+
+
+def as_plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every indexing kernel knows; float8 has few of its own."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
 def _gather(
-    pool: torch.Tensor, blocks: torch.Tensor, tokens: int, dtype: torch.dtype
+    pool: torch.Tensor, blocks: torch.Tensor, tokens: int, dtype: torch.dtype, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the first `tokens` tokens of several requests, each [requests, tokens, kv_heads, head_size].
 
     pool: [blocks, tokens_per_block, 2, kv_heads, head_size]; blocks: [requests, at least as many as the tokens fill].
     """
     requests, count = blocks.shape
-    picked = pool.index_select(0, blocks.reshape(-1)).view(requests, count * pool.shape[1], *pool.shape[2:])
-    keys, values = picked[:, :tokens].to(dtype).unbind(2)
+    picked = as_plain_bytes(pool).index_select(0, blocks.reshape(-1)).view(pool.dtype)
+    picked = picked.view(requests, count * pool.shape[1], *pool.shape[2:])
+    keys, values = dequantize_kv(picked[:, :tokens], dtype, scale).unbind(2)
     return keys, values
 
 
@@ -121,6 +147,8 @@ def attend(
     layer_idx: int,
     num_heads: int,
     num_kv_heads: int,
+    kv_cache_scaling_factor: torch.Tensor | None,
+    paged_context_fmha: bool,
 ) -> torch.Tensor:
     """Rotate, write to the cache, attend.
 
@@ -135,6 +163,9 @@ def attend(
         host_query_lengths: [requests], int32 on the host: new tokens of each request.
         host_sequence_lengths: [requests], int32: sequence_length again, on the host, so that no copy is waited for.
         layer_idx, num_heads, num_kv_heads: of this layer.
+        kv_cache_scaling_factor: [1], float32, for a quantized pool: value = stored · factor. None for a plain pool.
+        paged_context_fmha: whether the context phase reads keys and values from the pool, that is quantized ones, as
+            TensorRT-LLM's kernel of that name does. Without it only later tokens see what the quantization cost.
 
     Returns:
         [tokens, heads * head_size].
@@ -148,7 +179,11 @@ def attend(
     rotated = apply_rotary(heads[:, : num_heads + num_kv_heads], rotary_cos, rotary_sin)
     q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
     pool = kv_cache_pool[layer_idx]
-    pool.view(-1, 2 * num_kv_heads, size).index_copy_(0, slot_mapping, torch.cat((k, v), dim=1).to(pool.dtype))
+    scale = kv_cache_scaling_factor
+    stored = quantize_kv(torch.cat((k, v), dim=1), pool.dtype, scale)
+    as_plain_bytes(pool).view(-1, 2 * num_kv_heads, size).index_copy_(0, slot_mapping, as_plain_bytes(stored))
+    if scale is not None and paged_context_fmha:
+        k, v = dequantize_kv(stored, dtype, scale).chunk(2, dim=1)
 
     per_block = pool.shape[1]
     lengths, totals = host_query_lengths.tolist(), host_sequence_lengths.tolist()
@@ -160,14 +195,14 @@ def attend(
         past = None
         if cached:
             blocks = kv_cache_block_offsets[row : row + 1, : -(-cached // per_block)]
-            past = _gather(pool, blocks, cached, dtype)
+            past = _gather(pool, blocks, cached, dtype, scale)
         new_q, new_k, new_v = (t[start:end].unflatten(0, (count, lengths[row])) for t in (q, k, v))
         parts.append(_context_attention(new_q, new_k, new_v, past).flatten(0, 1))
         start = end
     if start < tokens:
         longest = max(totals[contexts:])
         blocks = kv_cache_block_offsets[contexts:, : -(-longest // per_block)]
-        keys, values = _gather(pool, blocks, longest, dtype)
+        keys, values = _gather(pool, blocks, longest, dtype, scale)
         same = min(totals[contexts:]) == longest
         parts.append(_generation_attention(q[start:], keys, values, None if same else sequence_length[contexts:]))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -177,10 +212,10 @@ def attend(
 @torch.library.impl(LIBRARY, "gpt_attention", "Meta")
 def attend_shape(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
     """The result's shape and type, which is all that graph capture needs."""
-    heads, kv_heads = rest[-2:]
+    heads, kv_heads = rest[-4:-2]
     return qkv.new_empty(qkv.shape[0], heads * (qkv.shape[1] // (heads + 2 * kv_heads)))
 
 
-def gpt_attention(*arguments: torch.Tensor | int) -> torch.Tensor:
+def gpt_attention(*arguments: torch.Tensor | int | None) -> torch.Tensor:
     """The operator as it sits in the graph; arguments as for `attend`."""
     return torch.ops.trtllm_workshop.gpt_attention(*arguments)

@@ -7,7 +7,6 @@ Everything is written under a temporary name and renamed when it is complete, so
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -22,18 +21,28 @@ from torch.export import Dim
 from trtllm_workshop.checkpoint import (
     classify,
     config_section,
-    expected_tensors,
+    expected_layout,
     read_config,
     require_kind,
     summarise_names,
+    surplus_tensors,
     tensor_index,
 )
 from trtllm_workshop.model_spec import ModelSpec
+from trtllm_workshop.quant_mode import QuantMode, UnsupportedQuantization
 from trtllm_workshop.reference.build_output import BuildError, clear_leftovers, engine_folder
+from trtllm_workshop.reference.build_precision import check_precision, cuda_capability
 from trtllm_workshop.reference.configs import BuildConfig
-from trtllm_workshop.reference.engine import GRAPH, config_sum, default_device, fingerprint
-from trtllm_workshop.reference.network import DecoderForCausalLM
-from trtllm_workshop.reference.rotary import rotary_table
+from trtllm_workshop.reference.engine import (
+    GRAPH,
+    config_sum,
+    default_device,
+    fingerprint,
+    kv_cache_dtype,
+    precision_of,
+)
+from trtllm_workshop.reference.engine_tensors import EngineTensor, engine_tensors
+from trtllm_workshop.reference.network import DecoderForCausalLM, NetworkConfig
 from trtllm_workshop.reference.version import VERSION
 from trtllm_workshop.safetensors_file import write_header
 
@@ -93,12 +102,12 @@ def resolve_limits(build: BuildConfig, pretrained: dict[str, Any]) -> tuple[Limi
 
 
 def export_network(
-    spec: ModelSpec, dtype: torch.dtype, limits: Limits, tokens_per_block: int
+    network_config: NetworkConfig, limits: Limits, tokens_per_block: int
 ) -> torch.export.ExportedProgram:
     """Capture the decoder with dynamic dimensions bounded by the limits. No weight is allocated (the meta device)."""
-    most_blocks = -(-limits.max_seq_len // tokens_per_block)
+    spec, most_blocks = network_config.spec, -(-limits.max_seq_len // tokens_per_block)
     with torch.device("meta"):
-        network = DecoderForCausalLM(spec, dtype, limits.max_seq_len)
+        network = DecoderForCausalLM(network_config)
 
     def dim(name: str, most: int) -> Any:
         return Dim(name, min=1, max=most) if most > 1 else None  # a dimension of exactly 1 is a static one
@@ -118,7 +127,8 @@ def export_network(
         return torch.empty(*shape, dtype=kind, device="meta")
 
     pool_shape = (spec.num_hidden_layers, 6, tokens_per_block, 2, spec.num_key_value_heads, spec.head_size)
-    pool, host = empty(*pool_shape, kind=dtype), torch.int32
+    pool = empty(*pool_shape, kind=kv_cache_dtype(network_config.mode, network_config.dtype))
+    host = torch.int32
     cache = (pool, empty(t), empty(b, m), empty(b), *(empty(b, kind=host) for _ in range(3)))
     shapes = {
         "input_ids": {0: tokens},
@@ -128,28 +138,6 @@ def export_network(
     }
     inputs = (empty(t), empty(t), empty(r), *cache)
     return torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
-
-
-def engine_tensors(
-    checkpoint: Path, rank: int, spec: ModelSpec, limits: Limits
-) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The engine's tensors in turn, each as the parts that lie behind each other in it.
-
-    Those of the checkpoint (mapped, not copied), with mlp.fc and mlp.gate joined into mlp.fused_fc, and the rotary table.
-    """
-    from safetensors import safe_open
-
-    with safe_open(checkpoint / f"rank{rank}.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dictionary
-            if name.endswith("mlp.fc.weight"):
-                parts = [file.get_tensor(name), file.get_tensor(name.replace(".fc.", ".gate."))]
-                yield name.replace(".fc.", ".fused_fc."), parts
-            elif not name.endswith("mlp.gate.weight"):
-                yield name, [file.get_tensor(name)]
-    yield (
-        "transformer.rotary_table",
-        [rotary_table(limits.max_seq_len, spec.head_size, spec.rotary_base, spec.rotary_scaling)],
-    )
 
 
 def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
@@ -167,28 +155,33 @@ def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
             f"{folder} is split over {world} ranks; the reference toolchain builds engines of one rank. Convert with "
             "--tp_size 1 --pp_size 1."
         )
-    algorithm = config_section(config, "quantization").get("quant_algo")
-    if algorithm:
-        raise BuildError(f"{folder} has quant_algo {algorithm}; the reference engine runs 16- and 32-bit checkpoints")
-    expected = expected_tensors(config, rank)
+    try:
+        expected = expected_layout(config, rank)
+    except UnsupportedQuantization as error:
+        raise BuildError(f"{folder}: {error}") from error
     found = tensor_index(folder / f"rank{rank}.safetensors")
     missing = sorted(set(expected) - set(found))
     if missing:
         raise BuildError(
             f"Required but not provided tensors: {summarise_names(missing)} in {folder}; convert the model again"
         )
-    for name, shape in expected.items():
-        if found[name].dtype != config.get("dtype"):
+    for name, wanted in expected.items():
+        if found[name].dtype != wanted.dtype:
+            says = (
+                "dtype"
+                if wanted.dtype == str(config.get("dtype"))
+                else f"{QuantMode.from_config(config).name}, that is"
+            )
             raise BuildError(
-                f"Parameter {name} is {found[name].dtype}, config.json of {folder} says dtype {config.get('dtype')}: convert the "
+                f"Parameter {name} is {found[name].dtype}, config.json of {folder} says {says} {wanted.dtype}: convert the "
                 "model again"
             )
-        if tuple(found[name].shape) != tuple(shape):
+        if found[name].shape != wanted.shape:
             raise BuildError(
-                f"Parameter {name} has invalid shape {tuple(found[name].shape)} compared with expected shape {tuple(shape)}; "
+                f"Parameter {name} has invalid shape {found[name].shape} compared with expected shape {wanted.shape}; "
                 "config.json and weights of the checkpoint disagree: convert the model again"
             )
-    extra = sorted(set(found) - set(expected))
+    extra = sorted(surplus_tensors(found, expected))
     if extra:
         print(f"[TRT-LLM] [W] Provided but not required tensors: {summarise_names(extra)}")
     return config
@@ -211,9 +204,16 @@ def build_engine(
         log(f"[TRT-LLM] [I] removed {stale}, the rest of an interrupted build")
     for note in notes:
         log(f"[TRT-LLM] [I] {note}")
-    spec = ModelSpec.from_checkpoint_config(config)
-    dtype = getattr(torch, config["dtype"])
-    program = export_network(spec, dtype, limits, build.plugin_config.tokens_per_block)
+    mode = QuantMode.from_config(config)
+    check_precision(mode, build.plugin_config, cuda_capability(), log)
+    network = NetworkConfig(
+        ModelSpec.from_checkpoint_config(config),
+        getattr(torch, config["dtype"]),
+        limits.max_seq_len,
+        mode,
+        build.plugin_config.use_paged_context_fmha,
+    )
+    program = export_network(network, limits, build.plugin_config.tokens_per_block)
     log(f"[TRT-LLM] [I] captured a graph of {len(program.graph.nodes)} nodes")
     if build.visualize_network:
         from trtllm_workshop.reference.visualize import save_network
@@ -224,8 +224,8 @@ def build_engine(
         return output
     resolved = build.model_copy(update={"max_seq_len": limits.max_seq_len, "max_input_len": limits.max_input_len})
     contents = {"version": VERSION, "pretrained_config": config, "build_config": resolved.saved()}
-    tensors = functools.partial(engine_tensors, checkpoint, 0, spec, limits)
-    _write(output, contents, program, tensors, config["dtype"])
+    tensors = engine_tensors(config, 0, checkpoint / "rank0.safetensors", limits.max_seq_len)
+    _write(output, contents, program, tensors, precision_of(config))
     return output
 
 
@@ -236,23 +236,17 @@ def graph_tensor(program: torch.export.ExportedProgram) -> torch.Tensor:
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
-def write_engine_file(
-    path: Path, tensors: Callable[[], Iterator[tuple[str, list[torch.Tensor]]]], metadata: dict[str, str]
-) -> None:
+def write_engine_file(path: Path, tensors: Callable[[], Iterator[EngineTensor]], metadata: dict[str, str]) -> None:
     """Write a safetensors container tensor by tensor, so that memory stays near the largest one.
 
     `tensors` is called twice: once for names and shapes, once for the bytes.
     """
-
-    def shape(parts: list[torch.Tensor]) -> tuple[int, ...]:
-        return (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-
-    triples = [(name, str(parts[0].dtype).removeprefix("torch."), shape(parts)) for name, parts in tensors()]
+    triples = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors()]
     with path.open("wb") as file:
         offsets = write_header(file.fileno(), triples, metadata)
-        for name, parts in tensors():
-            file.seek(offsets[name])
-            for part in parts:
+        for tensor in tensors():
+            file.seek(offsets[tensor.name])
+            for part in tensor.parts():
                 file.write(part.contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
@@ -262,19 +256,19 @@ def _write(
     output: Path,
     contents: dict[str, Any],
     program: torch.export.ExportedProgram,
-    tensors: Callable[[], Iterator[tuple[str, list[torch.Tensor]]]],
+    tensors: Callable[[], Iterator[EngineTensor]],
     precision: str,
 ) -> None:
     """Write both files of the engine folder; the engine file carries the sum of the config.json that belongs to it."""
     graph = graph_tensor(program)
-    need = sum(p.nbytes for _, parts in tensors() for p in parts) + graph.nbytes
+    need = sum(tensor.nbytes for tensor in tensors()) + graph.nbytes
     text = json.dumps(contents, indent=4) + "\n"
     mark = json.dumps(fingerprint(default_device(), precision, 1))
     metadata = {"fingerprint": mark, "config_sha256": config_sum(text.encode()), "format": "pt"}
 
-    def everything() -> Iterator[tuple[str, list[torch.Tensor]]]:
+    def everything() -> Iterator[EngineTensor]:
         yield from tensors()
-        yield GRAPH, [graph]
+        yield EngineTensor(GRAPH, "uint8", tuple(graph.shape), lambda: [graph])
 
     with engine_folder(output, need) as work:
         write_engine_file(work / "rank0.engine", everything, metadata)

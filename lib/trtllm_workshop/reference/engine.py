@@ -8,6 +8,7 @@ compared before anything is loaded; a mismatch is refused in the words people me
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -21,11 +22,13 @@ import torch
 from torch.fx import GraphModule
 
 from trtllm_workshop.checkpoint import config_section, read_config, require_kind
-from trtllm_workshop.reference.cpu_kernels import choose_by_tokens, pack_linear_weights, widens
+from trtllm_workshop.quant_mode import QuantMode
+from trtllm_workshop.reference.cpu_kernels import prepare_for_processor
+from trtllm_workshop.reference.cuda_kernels import optimize
 from trtllm_workshop.reference.version import VERSION
 
 GRAPH = "graph"
-FORMAT = 2  # changes with the graph's inputs or the layout of the KV-cache pool
+FORMAT = 3  # changes with the graph's inputs or the layout of the KV-cache pool
 
 
 class EngineError(RuntimeError):
@@ -54,6 +57,16 @@ def fingerprint(device: torch.device, precision: str, world_size: int) -> dict[s
         "precision": precision,
         "world_size": world_size,
     }
+
+
+def precision_of(pretrained_config: dict[str, Any]) -> str:
+    """The type and quantization of an engine in words, as its fingerprint keeps them: `bfloat16 FP8+FP8-KV`."""
+    return f"{pretrained_config.get('dtype')} {QuantMode.from_config(pretrained_config).name}".strip()
+
+
+def kv_cache_dtype(mode: QuantMode, dtype: torch.dtype) -> torch.dtype:
+    """The type of the KV-cache pool's values; `dtype` is that of the unquantized tensors."""
+    return {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}.get(mode.kv_cache_quant_algo or "", dtype)
 
 
 def config_sum(config: bytes) -> str:
@@ -103,6 +116,7 @@ class Engine:
     device: torch.device
     dtype: torch.dtype
     run: Callable[..., torch.Tensor]
+    kv_cache_dtype: torch.dtype
 
     @property
     def build_config(self) -> dict[str, Any]:
@@ -154,14 +168,13 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
             f"{folder / 'config.json'} is not an engine's: {' and '.join(sorted(missing))} missing. Run trtllm-build again."
         )
     sections = [config_section(config, name) for name in ("pretrained_config", "build_config")]
-    precision = str(sections[0].get("dtype"))
     version = config.get("version")
     if version != VERSION:
         raise EngineError(
             f"Version tag does not match. Note: Current Version: {VERSION}, Serialized Engine Version: {version} (from "
             f"{folder / 'config.json'}). Load this engine with TensorRT-LLM {version}, or run trtllm-build again here."
         )
-    check_fingerprint(read_fingerprint(path), fingerprint(device, precision, 1), path)
+    check_fingerprint(read_fingerprint(path), fingerprint(device, precision_of(sections[0]), 1), path)
     try:
         with safe_open(path, framework="pt") as file:
             kept = (file.metadata() or {}).get("config_sha256")
@@ -169,7 +182,7 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
             # Copied out of the mapped file: aligned memory, and the file may be replaced while the engine is in use.
             weights = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys() if name != GRAPH}  # noqa: SIM118
         program = torch.export.load(io.BytesIO(graph.numpy().tobytes()))
-        narrow = bind(program, weights)
+        plain = bind(program, weights)
     except Exception as error:  # a damaged graph fails in many ways, none of which says which file it was
         reason = (str(error).splitlines() or [""])[0]
         raise EngineError(f"{path} is damaged ({type(error).__name__}: {reason}). Run trtllm-build again.") from error
@@ -178,15 +191,11 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
             f"{path} and config.json beside it do not belong together: a build was interrupted, or config.json was edited "
             "(an engine's limits cannot be changed after the build). Run trtllm-build again."
         )
-    dtype = getattr(torch, precision)
-    run: Callable[..., torch.Tensor] = narrow
-    if widens(dtype, device):
-        wide = bind(program, {name: tensor.float() for name, tensor in weights.items()})
-        run = choose_by_tokens(narrow, pack_linear_weights(wide))
-    elif device.type == "cpu" and dtype == torch.float32:
-        del weights  # so that each plain weight is free as soon as it is packed
-        run = pack_linear_weights(narrow)
-    return Engine(config, folder, device, dtype, run)
+    dtype, mode = getattr(torch, str(sections[0]["dtype"])), QuantMode.from_config(sections[0])
+    on_processor = device.type == "cpu"
+    bind_other = functools.partial(bind, program)
+    run = prepare_for_processor(plain, bind_other, weights, dtype, mode) if on_processor else optimize(plain)
+    return Engine(config, folder, device, dtype, run, kv_cache_dtype(mode, dtype))
 
 
 def bind(program: torch.export.ExportedProgram, weights: dict[str, torch.Tensor]) -> GraphModule:

@@ -74,7 +74,7 @@ class Executor:
         self.max_batch_size = min(max_batch_size or limit, limit)
         per_block = build["plugin_config"]["tokens_per_block"]
         shape = (config["num_hidden_layers"], per_block, 2, config["num_key_value_heads"], config["head_size"])
-        block_bytes = engine.dtype.itemsize * torch.Size(shape).numel()
+        block_bytes = engine.kv_cache_dtype.itemsize * torch.Size(shape).numel()
         blocks, rule = pool_blocks(
             kv_cache_config or KvCacheConfig(), block_bytes, per_block, limit * build["max_seq_len"], engine.device
         )
@@ -82,7 +82,7 @@ class Executor:
             f"KV cache: {blocks} blocks of {per_block} tokens = {blocks * per_block} tokens, "
             f"{blocks * block_bytes / 2**20:.1f} MiB (decided by {rule})"
         )
-        self.pool = torch.zeros(shape[0], blocks, *shape[1:], dtype=engine.dtype, device=engine.device)
+        self.pool = torch.zeros(shape[0], blocks, *shape[1:], dtype=engine.kv_cache_dtype, device=engine.device)
         self.kv_cache = KvCacheManager(blocks, per_block)
         self.scheduler: Scheduler[Request] = Scheduler(self.kv_cache, self.max_batch_size, build["max_num_tokens"])
         self.iterations = 0

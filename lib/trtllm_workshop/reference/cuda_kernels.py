@@ -1,0 +1,254 @@
+"""Faster steps on CUDA devices: the work between matrix products in few kernels, written with Triton.
+
+A matrix product in FP8 takes about half the time of one in 16 bits; everything else takes as long as before, and rounding
+the inputs to e4m3 comes on top. Run as separate operators that work eats most of the gain: it reads and writes the
+activations many times over. `optimize` rewrites an engine's graph so that
+
+* the residual sum, the RMS norm and the rounding to e4m3 are one kernel,
+* SiLU, the product with the gate and the rounding are one kernel,
+* rotary embedding and the write to the KV cache are one kernel,
+
+with and without quantization: both precisions get the same fusions. Without Triton, and on a processor, the same functions
+compute with PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from trtllm_workshop.reference import attention
+from trtllm_workshop.reference.quant_ops import to_e4m3
+
+ATEN, OPS = torch.ops.aten, torch.ops.trtllm_workshop
+HALF_TYPES = (torch.float16, torch.bfloat16)
+# Sums inside the tensor cores: FP8's fast accumulation keeps fewer bits between steps, see benchmarks/fp8_gpu.py.
+FAST_ACCUMULATION = True
+
+
+@functools.cache
+def _triton() -> Any:
+    """The module of Triton kernels, or None where Triton is not installed."""
+    try:
+        from trtllm_workshop.reference import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels
+
+
+def _kernels(x: torch.Tensor) -> Any:
+    """The Triton kernels when they serve `x`."""
+    return _triton() if x.device.type == "cuda" and x.dtype in HALF_TYPES else None
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + delta, its RMS norm); without `delta` (x, its norm); the norm in e4m3 when `scale` is given.
+
+    Args:
+        x, delta: [tokens, hidden].
+        weight: [hidden].
+        scale: [1], float32: the activation scale of the linear layers that read the norm.
+    """
+    if kernels := _kernels(x):
+        return kernels.add_rms_norm(x.contiguous(), delta if delta is None else delta.contiguous(), weight, eps, scale)
+    total = x if delta is None else x + delta
+    normed = F.rms_norm(total, (total.shape[-1],), weight, eps)
+    return total, normed if scale is None else to_e4m3(normed, scale)
+
+
+def silu_mul(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """silu(fc) · gate for x = [fc, gate] ([tokens, 2 * intermediate]); in e4m3 when `scale` ([1]) is given."""
+    if kernels := _kernels(x):
+        return kernels.silu_mul(x.contiguous(), scale)
+    fc, gate = x.chunk(2, dim=-1)
+    value = F.silu(fc) * gate
+    return value if scale is None else to_e4m3(value, scale)
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`quant_ops.to_e4m3` in one kernel."""
+    if kernels := _kernels(x):
+        return kernels.quantize(x.contiguous(), scale)
+    return to_e4m3(x, scale)
+
+
+def scaled_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast: bool = FAST_ACCUMULATION,
+) -> torch.Tensor:
+    """The matrix product of `quant_ops.fp8_linear` for an input that is in e4m3 already.
+
+    Args:
+        x: [tokens, in], float8_e4m3fn.
+        weight: [out, in], float8_e4m3fn; on CUDA both sizes are multiples of 16.
+        weight_scale, scale: [1], float32.
+        bias: [out] or None.
+        dtype: of the result, [tokens, out].
+        fast: whether the tensor cores may keep sums in fewer bits.
+    """
+    if x.device.type == "cuda":
+        kind = dtype if dtype in HALF_TYPES else torch.bfloat16
+        bias = None if bias is None else bias.to(kind)
+        out = torch._scaled_mm(
+            x, weight.t(), scale_a=scale, scale_b=weight_scale, bias=bias, out_dtype=kind, use_fast_accum=fast
+        )
+        return out.to(dtype)
+    wide = F.linear(x.float(), weight.float()) * (weight_scale * scale)
+    return (wide if bias is None else wide + bias.float()).to(dtype)
+
+
+def fused_attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    blocks: torch.Tensor,
+    sequence_length: torch.Tensor,
+    request_types: torch.Tensor,
+    query_lengths: torch.Tensor,
+    sequence_lengths: torch.Tensor,
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    scale: torch.Tensor | None,
+    read_back: bool,
+) -> torch.Tensor:
+    """`attention.attend` with rotation and KV write in one kernel; arguments as there. `qkv` is overwritten."""
+    pool, kernels = kv_cache_pool[layer], _kernels(qkv)
+    served = torch.float8_e4m3fn if scale is not None else qkv.dtype
+    if kernels is None or pool.dtype != served:
+        return attention.attend(
+            qkv, cos, sin, kv_cache_pool, slot_mapping, blocks, sequence_length, request_types, query_lengths,
+            sequence_lengths, layer, heads, kv_heads, scale, read_back,
+        )  # fmt: skip
+    qkv = qkv.contiguous()
+    kernels.rotate_and_store(qkv, cos, sin, slot_mapping, pool, scale, heads, kv_heads, read_back)
+    tokens, dtype, per_block = qkv.shape[0], qkv.dtype, pool.shape[1]
+    q, k, v = qkv.view(tokens, heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
+    lengths, totals = query_lengths.tolist(), sequence_lengths.tolist()
+    contexts = request_types.tolist().count(0)
+    parts, start = [], 0
+    for row, count, cached in attention._context_groups(lengths[:contexts], totals[:contexts]):
+        end, past = start + count * lengths[row], None
+        if cached:
+            known = blocks[row : row + 1, : -(-cached // per_block)]
+            past = attention._gather(pool, known, cached, dtype, scale)
+        new_q, new_k, new_v = (t[start:end].unflatten(0, (count, lengths[row])) for t in (q, k, v))
+        parts.append(attention._context_attention(new_q, new_k, new_v, past).flatten(0, 1))
+        start = end
+    if start < tokens:
+        longest = max(totals[contexts:])
+        keys, values = attention._gather(pool, blocks[contexts:, : -(-longest // per_block)], longest, dtype, scale)
+        same = min(totals[contexts:]) == longest
+        reach = None if same else sequence_length[contexts:]
+        parts.append(attention._generation_attention(q[start:], keys, values, reach))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.reshape(tokens, -1)
+
+
+def _calls(module: GraphModule, target: Callable[..., Any]) -> list[Any]:
+    return list(module.graph.find_nodes(op="call_function", target=target))
+
+
+def _is_call(node: Any, *targets: Callable[..., Any]) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def _swap(node: Any, new: Node) -> None:
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def _fuse_gates(module: GraphModule) -> None:
+    """mul(silu(first half), second half) -> silu_mul."""
+    for mul in _calls(module, ATEN.mul.Tensor):
+        silu, gate = mul.args
+        if not (_is_call(silu, ATEN.silu.default) and _is_call(gate, operator.getitem)):
+            continue
+        fc = silu.args[0]
+        if not _is_call(fc, operator.getitem) or fc.args[0] is not gate.args[0] or (fc.args[1], gate.args[1]) != (0, 1):
+            continue
+        chunk = fc.args[0]
+        if not _is_call(chunk, ATEN.chunk.default) or chunk.args[1:] != (2, -1):
+            continue
+        with module.graph.inserting_before(mul):
+            _swap(mul, module.graph.call_function(silu_mul, (chunk.args[0], None)))
+
+
+def _fuse_norms(module: GraphModule) -> None:
+    """rms_norm, together with the sum it reads if there is one -> add_rms_norm."""
+    graph = module.graph
+    for norm in _calls(module, ATEN.rms_norm.default):
+        x, shape, weight, eps = norm.args
+        if len(shape) != 1 or eps is None:
+            continue
+        add = x if _is_call(x, ATEN.add.Tensor) and all(isinstance(a, Node) for a in x.args) and not x.kwargs else None
+        with graph.inserting_before(norm if add is None else add):
+            parts = (x, None) if add is None else add.args
+            pair = graph.call_function(add_rms_norm, (*parts, weight, eps, None))
+            total, normed = (graph.call_function(operator.getitem, (pair, i)) for i in (0, 1))
+        _swap(norm, normed)
+        if add is not None:
+            _swap(add, total)
+
+
+def _quantize_in_producers(module: GraphModule, dtype: torch.dtype) -> None:
+    """fp8_linear -> the product alone, its input rounded by the kernel that makes it or, failing that, by one of its own."""
+    graph, fp8 = module.graph, OPS.fp8_linear.default
+    made: dict[tuple[Node, Node], Node] = {}
+    for linear in _calls(module, fp8):
+        x, weight, weight_scale, scale, bias = linear.args
+        if (x, scale) not in made:
+            alone = all(_is_call(user, fp8) and user.args[3] is scale and user.args[0] is x for user in x.users)
+            maker = x.args[0] if _is_call(x, operator.getitem) else x
+            if alone and _is_call(maker, add_rms_norm, silu_mul) and maker.args[-1] is None:
+                maker.args = (*maker.args[:-1], scale)
+                made[x, scale] = x
+            else:
+                with graph.inserting_before(linear):
+                    made[x, scale] = graph.call_function(quantize, (x, scale))
+        with graph.inserting_before(linear):
+            product = (made[x, scale], weight, weight_scale, scale, bias, dtype)
+            _swap(linear, graph.call_function(scaled_product, product))
+
+
+def _fuse_attention(module: GraphModule) -> None:
+    """gpt_attention -> fused_attention where nothing else reads its qkv, which the kernel overwrites."""
+    for node in _calls(module, OPS.gpt_attention.default):
+        if len(node.args[0].users) == 1:
+            node.target = fused_attention
+
+
+def optimize(module: GraphModule) -> GraphModule:
+    """Rewrite an engine's graph, whose weights are bound, for CUDA devices; the module is changed and returned.
+
+    Graphs with float32 weights stay as they are. A graph that is rewritten already stays so.
+    """
+    norms = _calls(module, ATEN.rms_norm.default)
+    if not norms:
+        return module
+    dtype = operator.attrgetter(str(norms[0].args[2].target))(module).dtype
+    if dtype not in HALF_TYPES:
+        return module
+    _fuse_gates(module)
+    _fuse_norms(module)
+    _quantize_in_producers(module, dtype)
+    _fuse_attention(module)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    return module

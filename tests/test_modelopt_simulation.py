@@ -1,0 +1,101 @@
+"""The simulation of quantized checkpoints: exact without quantization, near ModelOpt's own fake quantization with it."""
+
+import pytest
+import torch
+from modelopt_simulation import simulated_logits
+from quantized_models import calibration_set, run, scale_rows
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("modelopt")
+
+TOKENS = [5, 300, 17, 42, 5, 99, 256, 400, 33, 8, 120, 77]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return calibration_set(tmp_path_factory.mktemp("calibration"))
+
+
+def plain_logits(source):
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS])).logits[0]
+
+
+def divergence(reference, candidate):
+    """Mean KL(reference || candidate) over the tokens, in nats."""
+    p, q = (torch.log_softmax(logits, -1) for logits in (reference, candidate))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(("family", "tp"), [("llama-gqa", 1), ("qwen2", 2), ("llama-tied", 3), ("llama-gqa", 4)])
+def test_without_quantization_it_is_the_model(data, tmp_path, family, tp):
+    source = tiny_model(tmp_path / "hf", family, dtype="bfloat16", vocab_size=515 if tp == 3 else 512)
+    run(source, tmp_path / "out", None, "full_prec", tp_size=tp)
+    torch.testing.assert_close(
+        simulated_logits(source, tmp_path / "out", TOKENS), plain_logits(source), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_ranks_change_nothing(data, tmp_path, tp):
+    source = tiny_model(tmp_path / "hf", "llama-gqa", dtype="bfloat16", intermediate_size=128)
+    for qformat, options in (("fp8", {"kv_cache_dtype": "fp8"}), ("int4_awq", {"awq_block_size": 16})):
+        run(source, tmp_path / f"{qformat}-1", data, qformat, **options)
+        run(source, tmp_path / f"{qformat}-{tp}", data, qformat, tp_size=tp, **options)
+        one, many = (simulated_logits(source, tmp_path / f"{qformat}-{n}", TOKENS) for n in (1, tp))
+        torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-5)
+
+
+def test_it_agrees_with_modelopts_own_fake_quantization(data, tmp_path):
+    """Weights, inputs and cache; a key scale above 1.0, so that the clamp at 1.0 makes no difference between the two."""
+    import modelopt.torch.quantization as mtq
+    from trtllm_workshop.reference.quantize_formats import FORMATS, modelopt_config
+
+    source = tiny_model(tmp_path / "hf", "llama-mha", dtype="float32", num_hidden_layers=1)
+    scale_rows(
+        source, {"model.layers.0.self_attn.k_proj.weight": 300.0, "model.layers.0.self_attn.v_proj.weight": 300.0}
+    )
+    scale_rows(
+        source, {"model.layers.0.self_attn.q_proj.weight": 1 / 300, "model.layers.0.self_attn.o_proj.weight": 1 / 300}
+    )
+    run(source, tmp_path / "out", data, kv_cache_dtype="fp8", dtype="bfloat16")
+    simulated = simulated_logits(source, tmp_path / "out", TOKENS)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).float()
+    assert divergence(plain(torch.tensor([TOKENS])).logits[0], simulated) > 1e-5
+    import json
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    texts = [json.loads(line)["text"] for line in (data / "train.jsonl").read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).float().eval()
+
+    def loop(model):
+        for text in texts:
+            model(torch.tensor([tokenizer(text)["input_ids"]]), use_cache=False)
+
+    with torch.no_grad():
+        mtq.quantize(model, modelopt_config(FORMATS["fp8"], "fp8", 128, False), loop)
+        theirs = model(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    cost = divergence(plain(torch.tensor([TOKENS])).logits[0], theirs)
+    # What is left is the merged scale of q, k, v (and of keys and values), which only the export uses.
+    assert divergence(theirs, simulated) < cost
+
+
+@pytest.mark.parametrize(
+    ("qformat", "options"),
+    [
+        ("fp8", {}),
+        ("int8_wo", {}),
+        ("int4_wo", {}),
+        ("int4_awq", {"awq_block_size": 16}),
+        ("full_prec", {"kv_cache_dtype": "int8"}),
+    ],
+)
+def test_every_format_costs_something_and_not_much(data, tmp_path, qformat, options):
+    source = tiny_model(tmp_path / "hf", "llama-gqa", dtype="bfloat16", intermediate_size=128)
+    run(source, tmp_path / "out", data, qformat, **options)
+    cost = divergence(plain_logits(source), simulated_logits(source, tmp_path / "out", TOKENS))
+    assert 0 < cost < (0.2 if "int4" in qformat else 0.02), cost
