@@ -31,12 +31,14 @@ def fake_int8(values: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor
 
 
 def weight_only(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """A 16-bit matrix [out, in] as trtllm-build's weight-only plugin sees it: per output channel, scale max / 2^(bits-1)."""
+    """A 16-bit matrix [out, in] as trtllm-build's weight-only plugin sees it: per output channel, scale max / 2^(bits-1).
+
+    The scale is rounded to bfloat16 first, as the reference build does it for all types.
+    """
     full = float(1 << (bits - 1))
-    scale = weight.float().abs().amax(1, keepdim=True) / full
+    scale = (weight.float().abs().amax(1, keepdim=True) / full).bfloat16().to(weight.dtype).float()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    rounded = (weight.float() / scale).round().clamp(-full, full - 1)
-    return rounded * scale.to(weight.dtype).float()  # the scale is stored in the model's own type
+    return (weight.float() / scale).round().clamp(-full, full - 1) * scale
 
 
 class _Layer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from trtllm_workshop.checkpoint import read_config, read_tensor, tensor_index, v
 from trtllm_workshop.model_spec import ModelSpec
 from trtllm_workshop.reference.quantize_formats import Format
 
-_SEPARATE_KV = re.compile(r"provided but not required: \d+ patterns x \d+ layers?: \S+\.k_cache\S+ \S+\.v_cache\S+$")
 E4M3_MAX, INT8_MAX = 448.0, 127.0
 
 
@@ -42,8 +40,7 @@ def mend_config(folder: Path, spec: ModelSpec, form: Format) -> dict[str, Any]:
 
 def verify_quantized(folder: Path, spec: ModelSpec) -> list[str]:
     """Everything wrong with the folder, as sentences: names, shapes, types, the model's sizes, and every scale."""
-    # Beside the joint KV scale ModelOpt writes one for keys and one for values; TensorRT-LLM only warns about them.
-    problems = [problem for problem in verify_checkpoint(folder) if not _SEPARATE_KV.search(problem)]
+    problems = verify_checkpoint(folder)
     if problems:
         return problems
     written = ModelSpec.from_checkpoint_config(read_config(folder))
