@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import CORPUS
@@ -53,3 +54,16 @@ def scale_rows(source: Path, factors: dict[str, float]) -> None:
     for name, factor in factors.items():
         state[name] = state[name] * factor
     save_file(state, file, metadata={"format": "pt"})
+
+
+def refused(source: Path, target: Path, data: Path | str, *words: str, qformat: str = "fp8", **options: Any) -> None:
+    """The run fails before any batch, its message holds the words, and the folder of the target is as before."""
+    before = sorted(target.parent.iterdir()) if target.parent.is_dir() else None
+    said: list[str] = []
+    given = QuantizeOptions(qformat, device="cpu", calib_dataset=str(data), **options)
+    with pytest.raises(ValueError) as caught:
+        quantize(source, target, given, said.append)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    assert not any(line.startswith("calibrating") for line in said)
+    assert (sorted(target.parent.iterdir()) if target.parent.is_dir() else None) == before

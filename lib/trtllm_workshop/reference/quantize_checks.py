@@ -43,9 +43,11 @@ def check_device(device: str) -> None:
 
 
 def check_writable(target: Path) -> None:
-    """Raises OSError when no folder can be made beside the target; nothing is left behind."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    probe = target.with_name(f".{target.name}.probe-{os.getpid()}")
+    """Raises OSError when no folder can be made where the target is to be; nothing is left behind."""
+    place = target.parent
+    while not place.exists():
+        place = place.parent
+    probe = place / f".{target.name}.probe-{os.getpid()}"
     probe.mkdir()
     probe.rmdir()
 

@@ -50,13 +50,17 @@ class CalibrationData:
         ids = [[*sample, *[fill] * (width - len(sample))] for sample in part]
         return ids, [[1] * len(sample) + [0] * (width - len(sample)) for sample in part]
 
+    @property
+    def padding(self) -> int:
+        """Tokens that only fill the batches."""
+        return sum(len(row) for index in range(self.batches) for row in self.batch(index)[0]) - self.tokens
+
     def __str__(self) -> str:
         lengths = sorted(map(len, self.samples))
-        padded = sum(len(row) for i in range(self.batches) for row in self.batch(i)[0]) - self.tokens
         return (
             f"calibration data: {len(lengths)} texts, {self.tokens} tokens, average {self.tokens / len(lengths):.1f} "
             f"and longest {lengths[-1]} (real tokens, padding not counted), {self.cut} cut to {self.limit} tokens, "
-            f"{self.batches} batches with {padded} padding tokens"
+            f"{self.batches} batches with {self.padding} padding tokens"
         )
 
 
@@ -112,6 +116,8 @@ def load_calibration(
     say(str(data))
     if cut:
         say(f"warning: {cut} of {len(samples)} texts are longer than {limit} tokens, their rest is not seen")
+    if data.padding:
+        say("warning: padding tokens are measured like real ones (--batch_size 1 has none)")
     return data
 
 
