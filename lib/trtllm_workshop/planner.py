@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from trtllm_workshop.model_spec import ModelSpec
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "int4_awq": 0.5}
+AWQ_GROUP = 128  # the default of quantize.py: input channels that share a scale
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,40 @@ def bytes_of(kind: str) -> float:
     return BYTES[kind]
 
 
-def memory_need(spec: ModelSpec, dtype: str = "float16", tokens: int = 0, kv_dtype: str | None = None) -> MemoryNeed:
+def memory_need(
+    spec: ModelSpec, dtype: str = "float16", tokens: int = 0, kv_dtype: str | None = None, group: int = AWQ_GROUP
+) -> MemoryNeed:
     """What a model of this description needs on one GPU.
 
     The KV cache of a token is 2 (key and value) x layers x KV heads x head size x bytes; weights are counted as stored in
-    an engine, where a tied head is a matrix of its own. `kv_dtype` is `dtype`, or float16 under quantized weights.
+    an engine, where a tied head is a matrix of its own. `kv_dtype` is `dtype`, or float16 under quantized weights. Below
+    16 bits only the matrices of the layers shrink: embedding, head, norms and biases stay 16-bit, and scales are added
+    (`group` is the block size of int4_awq).
     """
     head = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
     kv = kv_dtype or (dtype if bytes_of(dtype) >= 2 else "float16")
-    weights = int((spec.parameter_count() + head) * bytes_of(dtype))
-    return MemoryNeed(weights, spec.kv_bytes_per_token(bytes_of(kv)), tokens)
+    weights = (spec.parameter_count() + head) * bytes_of(dtype)
+    if bytes_of(dtype) < 2:
+        matrices = layer_matrices(spec)
+        small = spec.num_hidden_layers * sum(outputs * inputs for outputs, inputs in matrices)
+        scales = spec.num_hidden_layers * sum(_scale_bytes(dtype, *shape, group) for shape in matrices)
+        weights = small * bytes_of(dtype) + (spec.parameter_count() + head - small) * 2 + scales
+    return MemoryNeed(int(weights), spec.kv_bytes_per_token(bytes_of(kv)), tokens)
+
+
+def layer_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
+    """[outputs, inputs] of the five matrices of one layer: qkv, dense, fc, gate, proj."""
+    width, hidden, inner = spec.num_attention_heads * spec.head_size, spec.hidden_size, spec.intermediate_size
+    return [(spec.qkv_rows, hidden), (hidden, width), (inner, hidden), (inner, hidden), (hidden, inner)]
+
+
+def _scale_bytes(kind: str, outputs: int, inputs: int, group: int) -> int:
+    """Bytes of one matrix's scales in an engine: two float32 for FP8, otherwise 16-bit ones."""
+    if kind == "fp8":
+        return 2 * 4
+    if kind == "int4_awq":  # per group of inputs, and one factor per input before the product
+        return 2 * outputs * -(-inputs // group) + 2 * inputs
+    return 2 * outputs
 
 
 def verdict(need: MemoryNeed, memory_bytes: float) -> str:
