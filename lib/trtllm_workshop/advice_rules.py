@@ -228,8 +228,33 @@ def fp8_unsupported(context: Context) -> Advice | None:
     """P67: FP8 needs compute capability 8.9 or higher."""
     if context.search(r"FP8 precision require hardware with FP8 support|FP8.{0,60}not supported on this") is None:
         return None
-    fix = "use INT8 or INT4 weights on this GPU, or a GPU of compute capability 8.9 or higher (Ada, Hopper, newer)"
+    fix = (
+        "use INT8 or INT4 weights on this GPU (quantize.py --qformat int8_wo or int4_awq), or a GPU of compute capability 8.9 "
+        "or higher: L4, L40S, RTX 4090, RTX 6000 Ada, H100; not A100 or RTX A6000"
+    )
     return Advice("this GPU has no FP8 matrix products", fix, "P67")
+
+
+def context_attention(context: Context) -> Advice | None:
+    """P69: paged context attention and an eight-bit KV cache that do not go together."""
+    if context.search(r"Paged Context FMHA doesn't work with int8 kv cache") is not None:
+        cause, other = "paged context attention cannot read an INT8 KV cache", "quantize with --kv_cache_dtype fp8"
+    elif context.search(r"FP8 Paged Context FMHA only works with fp8 quantization") is not None:
+        cause, other = (
+            "paged context attention reads an FP8 KV cache only under FP8 weights",
+            "quantize with --qformat fp8",
+        )
+    else:
+        return None
+    return Advice(cause, f"build with --use_paged_context_fmha disable, or {other}", "P69")
+
+
+def data_set_name(context: Context) -> Advice | None:
+    """P70: a calibration set that only a network could bring, or a bare name that the Hub no longer knows."""
+    if context.search(r"Repository id must be|namespace/name', got|Couldn't reach '?[\w/-]+'? on the Hub") is None:
+        return None
+    fix = "give a local folder with train.jsonl: quantize.py --calib_dataset FOLDER"
+    return Advice("the calibration set is not on this machine and cannot be loaded from the Hub", fix, "P70")
 
 
 def builder_returned_nothing(context: Context) -> Advice | None:
@@ -261,6 +286,8 @@ def no_engine_with_pytorch(context: Context) -> Advice | None:
 
 BUILD_RULES: tuple[Rule, ...] = (
     fp8_unsupported,
+    context_attention,
+    data_set_name,
     arguments_of_another_stage,
     broken_continuation,
     too_long,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from trtllm_workshop.build_requests import requested_but_ignored
 from trtllm_workshop.command_facts import Command
 from trtllm_workshop.problem import Problem, error, warning
+from trtllm_workshop.quant_mode import QuantMode
 from trtllm_workshop.sampling_check import check_sampling
 from trtllm_workshop.shell_words import is_placeholder
 
@@ -64,6 +67,38 @@ def _build(entry: Command, values: Values, positionals: Sequence[str], partial: 
         found.append(error("--gemm_swiglu_plugin fp8 needs --use_fused_mlp enable", "leave --use_fused_mlp out"))
     if "--checkpoint_dir" in values and "--model_config" in values:
         found.append(warning("--model_config is ignored next to --checkpoint_dir", "leave --model_config out"))
+    return found + _checkpoint_requests(values)
+
+
+def _checkpoint_requests(values: Values) -> list[Problem]:
+    """P69: flags that this checkpoint's quantization makes void; only for a checkpoint that is there to be read."""
+    folder = _text(values, "--checkpoint_dir")
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else None
+        mode = QuantMode.from_config(config) if isinstance(config, dict) and "architecture" in config else None
+    except (OSError, ValueError):
+        return []  # the build says what is wrong with the folder
+    if mode is None:
+        return []
+    given = {name: text for name in values if "context_fmha" in name and (text := _text(values, name))}
+    unknown = [name for name in values if "context_fmha" in name and name not in given]
+    return [] if unknown else requested_but_ignored(given, mode)
+
+
+def _quantize(entry: Command, values: Values, positionals: Sequence[str], partial: bool) -> list[Problem]:
+    found = []
+    form = _text(values, "--qformat") or (None if "--qformat" in values else "full_prec")
+    if form is None or partial:
+        return []
+    if "--awq_block_size" in values and "awq" not in form:
+        found.append(warning(f"--awq_block_size has no effect with --qformat {form}", "leave it out"))
+    if "--quantize_lm_head" in values and form != "fp8":
+        found.append(error(f"--quantize_lm_head goes with --qformat fp8 only, not with {form}", "leave it out"))
+    uncalibrated = form in ("full_prec", "int8_wo", "int4_wo") and "--kv_cache_dtype" not in values
+    for name in ("--calib_dataset", "--calib_size", "--calib_max_seq_length"):
+        if uncalibrated and name in values:
+            message = f"{name} has no effect: --qformat {form} without --kv_cache_dtype measures nothing"
+            found.append(warning(message, "leave it out, or give --kv_cache_dtype fp8"))
     return found
 
 
@@ -142,6 +177,7 @@ _RULES: dict[str, Callable[[Command, Values, Sequence[str], bool], list[Problem]
     "trtllm-bench throughput": _bench,
     "trtllm-bench latency": _bench,
     "convert": _convert,
+    "quantize": _quantize,
     "run": _run,
     "serve": _serve,
 }
