@@ -140,3 +140,20 @@ def test_ranges_over_layers_show_every_value_and_the_limit(limit: float | None) 
     low, high = axes.get_ylim()
     assert low < 0.5 and high > (limit or 300.0)
     assert len(axes.lines) == 2 + (limit is not None)
+
+
+def test_four_panels_of_ranges_stand_two_in_a_row_under_one_legend() -> None:
+    series = {"right": [1.0, 2.0], "wrong": [0.5, 1.0]}
+    figure = quantize.layer_ranges({f"input {n}": series for n in range(4)})
+    places = {
+        (round(axes.get_subplotspec().rowspan.start), axes.get_subplotspec().colspan.start) for axes in figure.axes
+    }
+    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == ["right", "wrong"]
+
+
+def test_ties_have_a_place_of_their_own_in_the_picture_of_margins() -> None:
+    left, right = quantize.margin_noise([0.0, 0.0, 0.25, 4.0], [0.5] * 4, [False, True, True, True], bins=2).axes
+    assert "ties: margin 0" in [text.get_text() for text in left.texts]
+    assert min(x for dots in left.collections for x, _ in dots.get_offsets()) < 0.25 / 2
+    assert right.get_xticklabels()[0].get_text() == "≤ 0"

@@ -92,34 +92,36 @@ def layer_ranges(
     limit: float | None = None,
     ylabel: str = "largest absolute value",
 ) -> Any:
-    """A line per kind over the layers, on a logarithmic axis; a panel for weights, for activations, and so on.
+    """A line per kind over the layers, on a logarithmic axis; a panel for weights, for activations, and so on, two in a row.
 
     ``limit`` draws a line across every panel: the largest number that can be stored with the scale 1.
     """
-    with s.canvas(12, 5.0, columns=len(panels), squeeze=False, sharey=False) as (figure, grid):
+    columns, rows = min(2, len(panels)), -(-len(panels) // 2)
+    kinds = list(dict.fromkeys(name for series in panels.values() for name in series))
+    with s.canvas(12, 3.6 * rows + 0.9, rows=rows, columns=columns, squeeze=False) as (figure, grid):
+        drawn: dict[str, Any] = {}
         for place, (title, series) in enumerate(panels.items()):
-            axes = grid[0][place]
-            for number, (name, values) in enumerate(series.items()):
-                axes.plot(
-                    range(len(values)),
-                    values,
-                    color=s.CYCLE[number],
-                    linestyle=LINES[number],
-                    marker=MARKERS[number],
-                    markersize=7,
-                    label=name,
-                )
+            axes = grid[place // columns][place % columns]
+            for name, values in series.items():
+                number = kinds.index(name)
+                look = {"color": s.CYCLE[number], "linestyle": LINES[number], "marker": MARKERS[number]}
+                (drawn[name],) = axes.plot(range(len(values)), values, markersize=7, **look)
             if limit is not None:
                 axes.axhline(limit, color=s.RED, linestyle="--", linewidth=2)
                 axes.text(0, limit * 1.08, f"{limit:g}", color=s.INK, fontsize=s.SMALL, va="bottom")
             axes.set_yscale("log")
             _plain_log_ticks(axes, [value for values in series.values() for value in values], limit)
             axes.set_title(title, fontsize=s.NORMAL)
-            axes.set_xlabel("layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
             s.grid(axes, "both")
-        grid[0][0].set_ylabel(ylabel)
+            if place >= len(panels) - columns:
+                axes.set_xlabel("layer")
+        for row in grid:
+            row[0].set_ylabel(ylabel)
+        for place in range(len(panels), rows * columns):
+            s.plain(grid[-1][place % columns])
+        if list(panels) != kinds:  # a panel's title says it all when it has one line of the same name
+            figure.legend(drawn.values(), kinds, loc="outside lower center", ncols=len(kinds))
     return figure
 
 
@@ -149,20 +151,23 @@ def stored_values(counts: Mapping[str, Mapping[int, int]], scale: float = 1.0) -
 
     ``counts`` is {name: {e: how many numbers of at least 2^(e-1) and below 2^e}}; one panel for each name.
     """
-    with s.canvas(12, 4.2, columns=len(counts), squeeze=False, sharey=True) as (figure, grid):
-        for place, (name, histogram) in enumerate(counts.items()):
+    shares = {
+        name: {e: 100 * count / sum(histogram.values()) for e, count in histogram.items()}
+        for name, histogram in counts.items()
+    }
+    top = max((share for histogram in shares.values() for share in histogram.values()), default=1.0) * 1.35
+    with s.canvas(12, 4.4, columns=len(counts), squeeze=False, sharey=True) as (figure, grid):
+        for place, (name, histogram) in enumerate(shares.items()):
             axes = grid[0][place]
-            whole = sum(histogram.values()) or 1
             axes.bar(
                 [exponent - 0.5 for exponent in histogram],
-                [100 * count / whole for count in histogram.values()],
+                list(histogram.values()),
                 width=0.9,
                 color=s.CYCLE[place],
                 edgecolor=s.INK,
                 hatch=s.HATCHES[place],
             )
             marks = ((E4M3_ZERO, "zero"), (E4M3_NORMAL, "fewer digits"), (E4M3_LARGEST, "cut off"))
-            top = max((100 * count / whole for count in histogram.values()), default=1.0) * 1.25
             for size, words in marks:
                 x = math.log2(size * scale)
                 axes.axvline(x, color=s.RED, linestyle="--", linewidth=2)
@@ -172,7 +177,7 @@ def stored_values(counts: Mapping[str, Mapping[int, int]], scale: float = 1.0) -
                     fontsize=s.SMALL,
                 )  # fmt: skip
             axes.set_ylim(0, top)
-            axes.set_xlim(min([*histogram, -13]) - 1.5, max([*histogram, 10]) + 1.5)
+            axes.set_xlim(max(min([*histogram, -13]), -16) - 1.5, max([*histogram, 10]) + 1.5)
             ticks = range(-20, 13, 4)
             low, high = axes.get_xlim()
             shown = [tick for tick in ticks if low <= tick <= high]
@@ -209,8 +214,9 @@ def sizes(rows: Mapping[str, tuple[float | None, float]], title: str) -> Any:
 
 def margin_noise(margin: Sequence[float], noise: Sequence[float], agrees: Sequence[bool], bins: int = 8) -> Any:
     """Where the best token changed: margin against noise for each place, and the changed share by size of the margin."""
-    floor = 1e-4
-    points = [(max(m, floor), max(n, floor), bool(ok)) for m, n, ok in zip(margin, noise, agrees, strict=True)]
+    known = [value for value in margin if value > 0]
+    floor = min(known, default=1.0) / 4  # where ties are drawn: a logarithmic axis has no zero
+    points = [(max(m, floor), max(n, 1e-6), bool(ok)) for m, n, ok in zip(margin, noise, agrees, strict=True)]
     with s.canvas(12, 5.4, columns=2) as (figure, (left, right)):
         for ok, marker, colour, size, label in (
             (True, "o", s.SKY, 26, "same best token"),
@@ -221,6 +227,10 @@ def margin_noise(margin: Sequence[float], noise: Sequence[float], agrees: Sequen
                 x, y = zip(*chosen, strict=True)
                 look = {"edgecolor": s.INK, "linewidth": 0.6, "zorder": 3 - ok, "label": f"{label} ({len(chosen)})"}
                 left.scatter(x, y, marker=marker, s=size, color=colour, **look)
+        if any(m <= 0 for m in margin):
+            left.axvspan(floor / 1.4, floor * 1.4, color=s.PALE, zorder=0)
+            place = left.get_xaxis_transform()
+            left.text(floor * 1.5, 0.02, "ties: margin 0", fontsize=s.SMALL, transform=place)
         ends = [min(m for m, _, _ in points) / 1.5, max(m for m, _, _ in points) * 1.5]
         left.plot(ends, [end / 2 for end in ends], color=s.INK, linestyle="--", label="margin = 2 x noise")
         left.set_xscale("log")
@@ -240,7 +250,12 @@ def margin_noise(margin: Sequence[float], noise: Sequence[float], agrees: Sequen
         shares = [100 * sum(not same for _, _, same in group) / len(group) for group in groups]
         drawn = right.bar(range(len(groups)), shares, color=s.BLUE, edgecolor=s.INK, hatch="//")
         right.bar_label(drawn, [f"{share:.0f}" for share in shares], padding=3, fontsize=s.SMALL)
-        right.set_xticks(range(len(groups)), [f"≤ {group[-1][0]:.2g}" for group in groups], rotation=45, ha="right")
+        right.set_xticks(
+            range(len(groups)),
+            [f"≤ {group[-1][0] if group[-1][0] > floor else 0:.2g}" for group in groups],
+            rotation=45,
+            ha="right",
+        )
         right.margins(y=0.15)
         right.set_ylim(bottom=0)
         right.set_xlabel("margin (as many places in each group)")

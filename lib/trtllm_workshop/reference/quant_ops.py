@@ -72,17 +72,18 @@ def fp8_linear(
 def _fp8_tensor_cores(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    dtype = x.dtype if x.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    # The kernel adds a bias in 16 bits only.
+    inside = bias if x.dtype in (torch.float16, torch.bfloat16) else None
     out = torch._scaled_mm(
         to_e4m3(x, scale),
         weight.t(),
         scale_a=scale,
         scale_b=weight_scale,
-        bias=None if bias is None else bias.to(dtype),
-        out_dtype=dtype,
+        bias=inside,
+        out_dtype=x.dtype,
         use_fast_accum=True,
     )
-    return out.to(x.dtype)
+    return out if bias is None or inside is not None else out + bias
 
 
 @torch.library.impl(LIBRARY, "weight_only_linear", "CompositeExplicitAutograd")
