@@ -74,5 +74,5 @@ def kv_report(model: Any, kv_cache_dtype: str) -> Iterator[str]:
     if kv_cache_dtype == "fp8" and low:
         yield (
             f"KV cache (FP8): {low} of {len(measured)} layers below 1.0, written as 1.0: ModelOpt's export never writes "
-            "less, because e4m3 is a float format and small values keep their precision without a scale"
+            "less. A float format needs no scale for small values: e4m3 keeps its relative precision down to 0.016"
         )
