@@ -255,6 +255,21 @@ def test_an_interrupted_calibration_leaves_nothing(source, tmp_path, number):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["many"]
 
 
+def test_the_toolchains_own_tensorrt_llm_is_not_asked(source, tmp_path):
+    """It is importable in every command of the toolchain, has no model classes, and greets whoever imports it."""
+    python = SCRIPT.parents[2] / "python"
+    path = os.pathsep.join([str(python), os.environ.get("PYTHONPATH", "")])
+    arguments = ["--model_dir", source, "--output_dir", tmp_path / "out", "--device", "cpu"]
+    done = subprocess.run(
+        list(map(str, [sys.executable, SCRIPT, *arguments])),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.count("TensorRT-LLM version") == 1 and "tensorrt_llm" not in done.stderr
+
+
 def test_killed_runs_leave_a_hidden_folder_that_the_next_run_removes(source, data, tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

@@ -7,9 +7,11 @@ no folder behind.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,6 +233,20 @@ def _run_modelopt(
     say(f"calibrated with {loop.batches} batches in {time.monotonic() - loop.started:.1f} s")
 
 
+@contextmanager
+def _without_tensorrt_llm() -> Iterator[None]:
+    """Hides `tensorrt_llm` from ModelOpt, which otherwise asks it for config.json; the reference package has no models."""
+    before = sys.modules.get("tensorrt_llm", ...)
+    sys.modules["tensorrt_llm"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is ...:
+            del sys.modules["tensorrt_llm"]
+        else:
+            sys.modules["tensorrt_llm"] = before  # type: ignore[assignment]
+
+
 def _export(model: Any, work: Path, stored: str, options: QuantizeOptions) -> None:
     import torch
 
@@ -241,7 +257,7 @@ def _export(model: Any, work: Path, stored: str, options: QuantizeOptions) -> No
         from modelopt.torch.export import export_tensorrt_llm_checkpoint
 
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _without_tensorrt_llm():
                 # The dense models of this course all have Llama's layers, whatever their family is called.
                 export_tensorrt_llm_checkpoint(
                     model,
