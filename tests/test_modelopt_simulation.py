@@ -41,13 +41,16 @@ def test_without_quantization_it_is_the_model(data, tmp_path, family, tp):
     )
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_ranks_change_nothing(data, tmp_path, tp):
+@pytest.mark.parametrize(
+    ("qformat", "options", "ranks"),
+    [("fp8", {"kv_cache_dtype": "fp8"}, (2, 4)), ("int4_awq", {"awq_block_size": 16, "calib_size": 2}, (2,))],
+)
+def test_ranks_change_nothing(data, tmp_path, qformat, options, ranks):
     source = tiny_model(tmp_path / "hf", "llama-gqa", dtype="bfloat16", intermediate_size=128)
-    for qformat, options in (("fp8", {"kv_cache_dtype": "fp8"}), ("int4_awq", {"awq_block_size": 16})):
-        run(source, tmp_path / f"{qformat}-1", data, qformat, **options)
-        run(source, tmp_path / f"{qformat}-{tp}", data, qformat, tp_size=tp, **options)
-        one, many = (simulated_logits(source, tmp_path / f"{qformat}-{n}", TOKENS) for n in (1, tp))
+    for tp in (1, *ranks):
+        run(source, tmp_path / str(tp), data, qformat, tp_size=tp, **options)
+    one, *others = (simulated_logits(source, tmp_path / str(tp), TOKENS) for tp in (1, *ranks))
+    for many in others:
         torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-5)
 
 
