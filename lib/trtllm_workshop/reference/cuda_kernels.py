@@ -28,7 +28,9 @@ from trtllm_workshop.reference.quant_ops import to_e4m3
 
 ATEN, OPS = torch.ops.aten, torch.ops.trtllm_workshop
 HALF_TYPES = (torch.float16, torch.bfloat16)
-# Sums inside the tensor cores: FP8's fast accumulation keeps fewer bits between steps, see benchmarks/fp8_gpu.py.
+# Fast accumulation keeps fewer bits of the tensor cores' sums. Measured on an H200 with 8,000 tokens and the layers of Llama 3
+# 8B and TinyLlama, against float64: 3 to 6% less time, and relative errors of 8e-4 (2,048 inputs) to 2.9e-3 (14,336) in the place
+# of 1.3e-4. Rounding a result to bfloat16 makes 1.7e-3, rounding the inputs to e4m3 far more.
 FAST_ACCUMULATION = True
 
 
@@ -233,6 +235,16 @@ def _fuse_attention(module: GraphModule) -> None:
             node.target = fused_attention
 
 
+def _fetch_late(module: GraphModule) -> None:
+    """Each weight is looked up right before its first use; all of them before the first kernel keep the device waiting."""
+    placed: set[Node] = set()
+    for node in list(module.graph.nodes):
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in placed:
+                node.prepend(source)
+                placed.add(source)
+
+
 def optimize(module: GraphModule) -> GraphModule:
     """Rewrite an engine's graph, whose weights are bound, for CUDA devices; the module is changed and returned.
 
@@ -249,6 +261,7 @@ def optimize(module: GraphModule) -> GraphModule:
     _quantize_in_producers(module, dtype)
     _fuse_attention(module)
     module.graph.eliminate_dead_code()
+    _fetch_late(module)
     module.graph.lint()
     module.recompile()
     return module
