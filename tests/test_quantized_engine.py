@@ -215,7 +215,7 @@ def test_the_cache_takes_exactly_half_the_bytes_per_token(quantized, engines, ca
 
 
 def test_an_fp8_engine_is_smaller_than_062_of_the_16_bit_engine_for_the_tinyllama_shape():
-    """Counted from the layout that both engine files have; files of this size are built in benchmarks/quantized.py."""
+    """Counted from the layout that both engine files have; benchmarks/fp8_gpu.py builds files of this size."""
     shape = {
         "architecture": "LlamaForCausalLM", "dtype": "float16", "vocab_size": 32000, "hidden_size": 2048,
         "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
