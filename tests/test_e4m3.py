@@ -40,3 +40,11 @@ def test_P74_scale_one_saturates_where_amax_over_448_does_not():
 def test_scales_that_are_none(scale):
     with pytest.raises(ValueError, match="expected a positive number"):
         quantize_e4m3([1.0], scale)
+    with pytest.raises(ValueError, match="expected a positive number"):
+        saturated_share([1.0], scale)
+
+
+def test_bfloat16_tensors_and_nan():
+    assert saturated_share(torch.tensor([500.0, 1.0], dtype=torch.bfloat16), 1.0) == 0.5
+    with pytest.raises(ValueError, match="1 of 2 values are NaN"):
+        saturated_share([float("nan"), 1.0], 1.0)

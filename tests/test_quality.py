@@ -55,6 +55,13 @@ def test_logits_that_do_not_fit(change, said):
         compare_logits(logits(), change(logits()), ids())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_torch_tensors_of_every_width(dtype):
+    narrow = logits().to(dtype).requires_grad_()
+    assert np.array_equal(score_tokens(narrow, torch.tensor(ids())), score_tokens(narrow.detach().float(), ids()))
+    assert compare_logits(narrow, narrow, ids()).kl.max() == 0
+
+
 def test_ids_that_do_not_fit():
     with pytest.raises(ValueError, match=r"shape \(2, 33\) for 3 tokens"):
         score_tokens(logits(2), [3, 4, 5])
@@ -62,6 +69,8 @@ def test_ids_that_do_not_fit():
         score_tokens(logits(1), [3])
     with pytest.raises(ValueError, match="outside the vocabulary"):
         score_tokens(logits(2), [3, 40])
+    with pytest.raises(ValueError, match="token -2 is outside"):
+        score_tokens(logits(2), [3, -2])
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
@@ -80,6 +89,8 @@ def test_texts_are_drawn_whole():
     assert interval.high - interval.low > 2.5 and interval.estimate == 4.5
     with pytest.raises(ValueError, match="at least two"):
         bootstrap_interval(texts[:1], np.mean)
+    with pytest.raises(ValueError, match="resamples is 0"):
+        bootstrap_interval(texts, np.mean, resamples=0)
     with pytest.raises(ValueError, match="level is 95"):
         bootstrap_interval(texts, np.mean, level=95)
 

@@ -41,7 +41,7 @@ def test_P72_all_cache_scales_are_one(checkpoint):
 
     change(checkpoint, ones)
     audit = audit_scales(checkpoint)
-    assert len(audit.problems) == 1 and "exactly 1.0: not calibrated, or measured below 1.0 and clamped" in str(audit)
+    assert len(audit.problems) == 1 and "exactly 1.0: not measured, or measured below 1.0 and clamped" in str(audit)
     change(checkpoint, lambda tensors: tensors[LAYER + KV].fill_(1.5))
     assert audit_scales(checkpoint).passed
 
@@ -69,7 +69,50 @@ def test_P72_values_that_cannot_be_right(checkpoint, name, value, said):
 
 def test_P72_a_layer_without_scales(checkpoint):
     change(checkpoint, lambda tensors: tensors.pop(LAYER + KV))
-    assert audit_scales(checkpoint).problems == ["scales of the KV cache are missing in layers 1"]
+    assert audit_scales(checkpoint).problems == [
+        "scales of the KV cache are missing for transformer.layers.1.attention"
+    ]
+
+
+def test_P72_one_of_two_separate_scales_is_missing(checkpoint):
+    def split(tensors):
+        for layer in range(3):
+            scale = tensors.pop(f"transformer.layers.{layer}.{KV}")
+            tensors[f"transformer.layers.{layer}.attention.k_cache_scaling_factor"] = scale.clone()
+            if layer != 1:
+                tensors[f"transformer.layers.{layer}.attention.v_cache_scaling_factor"] = scale.clone()
+
+    change(checkpoint, split)
+    assert audit_scales(checkpoint).problems == [
+        "scales of the KV cache are missing for transformer.layers.1.attention"
+    ]
+
+
+def test_P72_all_three_names_are_one_sentence(checkpoint):
+    def ones(tensors):
+        for layer in range(3):
+            for part in ("kv", "k", "v"):
+                tensors[f"transformer.layers.{layer}.attention.{part}_cache_scaling_factor"] = torch.ones(1)
+
+    change(checkpoint, ones)
+    assert len(audit_scales(checkpoint).problems) == 1
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization"]["kv_cache_quant_algo"] = "INT8"
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (problem,) = audit_scales(checkpoint).problems
+    assert "amax / 127 and is not clamped" in problem and "448" not in problem
+
+
+@pytest.mark.parametrize("suffix", ["weights_scaling_factor", "activation_scaling_factor"])
+def test_one_linear_without_its_scale(checkpoint, suffix):
+    change(checkpoint, lambda tensors: tensors.pop(f"{LAYER}mlp.fc.{suffix}"))
+    (problem,) = audit_scales(checkpoint).problems
+    assert "missing for transformer.layers.1.mlp.fc" in problem
+
+
+def test_a_rank_that_is_missing(checkpoint):
+    (checkpoint / "rank0.safetensors").unlink()
+    assert audit_scales(checkpoint).problems[0].startswith("rank0.safetensors is missing")
 
 
 def test_activation_scales_of_one_are_not_calibrated(checkpoint):

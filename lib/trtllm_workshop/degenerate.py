@@ -19,9 +19,15 @@ def degenerate_reason(text: str) -> str | None:
         return "empty: nothing but blanks"
     if text.count(REPLACEMENT) * 10 > len(text):
         return f"{text.count(REPLACEMENT)} of {len(text)} characters could not be decoded"
-    if run := re.search(r"([^\s\-=_*#.~|+/])\1{14,}", text):
+    if run := re.search(r"([^\W\d_])\1{14,}", text):
         return f"the character {run[1]!r} {len(run[0])} times in a row"
-    words = text.split()
+    if run := re.search(r"([^\W\d_]{2,8}?)\1{9,}", text):
+        return f"{run[1]!r} {len(run[0]) // len(run[1])} times in a row"
+    words = [word for word in text.split() if any(map(str.isalnum, word))]
+    if not words and len(text.strip()) >= 20:
+        return "no letters and no digits"
+    if not words:
+        return None
     for size in range(1, 9):
         count, phrase = _longest_loop(words, size)
         if count >= LOOP and size * count >= 8:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from trtllm_workshop.e4m3 import as_array
+
 _ROWS = 64  # rows of logits widened to float64 at a time: 64 x 150,000 x 8 bytes = 77 MB
 
 
@@ -58,7 +60,7 @@ class TokenComparison:
 
 
 def _checked(name: str, logits: Any, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    values, ids = np.asarray(logits), np.asarray(token_ids)
+    values, ids = as_array(logits), as_array(token_ids)
     if values.ndim != 2 or len(values) != len(ids):
         raise ValueError(
             f"{name} logits have the shape {values.shape} for {len(ids)} tokens, expected [{len(ids)}, vocabulary]: ask for "
@@ -67,7 +69,8 @@ def _checked(name: str, logits: Any, token_ids: Sequence[int]) -> tuple[np.ndarr
     if len(ids) < 2:
         raise ValueError(f"{len(ids)} token: a text needs at least two, the first predicts the second")
     if ids.min() < 0 or ids.max() >= values.shape[1]:
-        raise ValueError(f"token {int(ids.max())} is outside the vocabulary of {values.shape[1]} of the {name} logits")
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise ValueError(f"token {wrong} is outside the vocabulary of {values.shape[1]} of {name} logits")
     return values, ids
 
 
@@ -99,8 +102,8 @@ def compare_logits(reference: Any, candidate: Any, token_ids: Sequence[int]) -> 
     Raises:
         ValueError: for shapes that do not fit, ids outside the vocabulary, NaN or infinity.
     """
-    left, ids = _checked("reference", reference, token_ids)
-    right = np.asarray(candidate)
+    left, ids = _checked("the reference", reference, token_ids)
+    right = as_array(candidate)
     if left.shape != right.shape:
         raise ValueError(f"reference logits are {left.shape}, candidate logits {right.shape}: not the same model")
     parts = []
@@ -155,6 +158,8 @@ def bootstrap_interval(
         )
     if not 0 < level < 1:
         raise ValueError(f"level is {level}, expected a share such as 0.95")
+    if resamples < 1:
+        raise ValueError(f"resamples is {resamples}, expected 1 or more; 1000 give steady bounds")
     arrays = [np.asarray(values, dtype=np.float64) for values in per_text]
     generator = np.random.default_rng(seed)
     found = []

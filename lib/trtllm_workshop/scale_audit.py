@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from trtllm_workshop.checkpoint import config_section, read_config, read_tensor, require_kind, tensor_index
+from trtllm_workshop.checkpoint import TensorInfo, config_section, read_config, read_tensor, require_kind, tensor_index
 from trtllm_workshop.e4m3 import saturated_share
 
 __all__ = ["ScaleAudit", "ScaleRow", "audit_scales", "saturated_share"]
@@ -69,25 +71,18 @@ def audit_scales(checkpoint_dir: str | Path) -> ScaleAudit:
     config = read_config(folder)
     section = config_section(config, "quantization")
     rows: list[ScaleRow] = []
-    problems: list[str] = []
-    for file in sorted(folder.glob("rank*.safetensors")):
-        names = [name for name in tensor_index(file) if name.rpartition(".")[2] in KINDS]
-        rows += [_row(file, name) for name in names]
-    problems += sorted({f"{row.name}: {row.finding}" for row in rows if row.finding})
-    wanted = (
-        set(range(config.get("num_hidden_layers") or 0))
-        if config_section(config, "mapping").get("pp_size", 1) == 1
-        else set()
-    )
-    for kind in ("weights", "activations"):
-        if section.get("quant_algo") == "FP8":
-            problems += _missing(rows, (kind,), wanted, f"scales of {kind}")
-    if section.get("kv_cache_quant_algo"):
-        problems += _missing(rows, ("KV cache", "K cache", "V cache"), wanted, "scales of the KV cache")
-    for kind in KINDS.values():
-        values = [row for row in rows if row.kind == kind and not row.finding]
-        if values and all(row.low == row.high == 1.0 for row in values):
-            problems.append(_all_one(kind, len(values)))
+    missing: list[str] = []
+    world = config_section(config, "mapping").get("world_size", 1)
+    files = {f"rank{rank}.safetensors": folder / f"rank{rank}.safetensors" for rank in range(world)}
+    for title, file in files.items():
+        if not file.is_file():
+            missing.append(f"{title} is missing: quantize the model again, or copy the whole folder")
+            continue
+        index = tensor_index(file)
+        rows += [_row(file, name) for name in index if name.rpartition(".")[2] in KINDS]
+        missing += _missing(index, section, f" of {title}" if world > 1 else "")
+    problems = [*sorted({f"{row.name}: {row.finding}" for row in rows if row.finding}), *missing]
+    problems += _all_one(rows, section.get("kv_cache_quant_algo"))
     return ScaleAudit(rows, problems)
 
 
@@ -108,17 +103,46 @@ def _row(file: Path, name: str) -> ScaleRow:
     return ScaleRow(name, int(layer[0]) if layer else None, kind, min(finite), max(finite), finding)
 
 
-def _missing(rows: list[ScaleRow], kinds: tuple[str, ...], wanted: set[int], what: str) -> list[str]:
-    gone = sorted(wanted - {row.layer for row in rows if row.kind in kinds and row.layer is not None})
-    return [f"{what} are missing in layers {', '.join(map(str, gone))}"] if gone else []
+def _missing(index: Mapping[str, TensorInfo], section: Mapping[str, Any], where: str) -> list[str]:
+    """Scales that a file lacks, judged by its own weights: so it holds for every rank and pipeline stage."""
+    algorithm, cache = section.get("quant_algo"), section.get("kv_cache_quant_algo")
+    stored = {"FP8": "float8_e4m3fn", "W4A16_AWQ": "int8"}.get(str(algorithm))
+    gone: dict[str, list[str]] = {}
+    for name, info in index.items():
+        module = name.removesuffix(".weight")
+        if module == name:
+            continue
+        if info.dtype == stored:
+            for suffix in ("weights_scaling_factor", "activation_scaling_factor")[: 2 if algorithm == "FP8" else 1]:
+                if f"{module}.{suffix}" not in index:
+                    gone.setdefault(f"scales of {KINDS[suffix]}", []).append(module)
+        if cache and module.endswith(".attention.qkv"):
+            attention = module.removesuffix(".qkv")
+            joint, *separate = (f"{attention}.{part}_cache_scaling_factor" in index for part in ("kv", "k", "v"))
+            if not joint and not all(separate):
+                gone.setdefault("scales of the KV cache", []).append(attention)
+    return [f"{what}{where} are missing for {', '.join(modules)}" for what, modules in gone.items()]
 
 
-def _all_one(kind: str, count: int) -> str:
-    text = f"all {count} scales of {kind.replace('weights', 'the weights').replace('KV', 'the KV')} are exactly 1.0: "
-    if "cache" in kind:
-        return (
-            text
-            + "not calibrated, or measured below 1.0 and clamped (ModelOpt writes no smaller FP8 scale). Harmless while "
-            "keys and values stay within ±448; look at what calibration printed"
-        )
-    return text + "not calibrated; quantize the model again with quantize.py"
+def _all_one(rows: list[ScaleRow], cache: object) -> list[str]:
+    """A sentence for each kind whose scales are all exactly 1.0; keys, values and both together count as one kind."""
+    groups: dict[str, list[ScaleRow]] = {}
+    for row in rows:
+        if not row.finding:
+            groups.setdefault("the KV cache" if "cache" in row.kind else row.kind, []).append(row)
+    problems = []
+    for kind, found in groups.items():
+        if any((row.low, row.high) != (1.0, 1.0) for row in found):
+            continue
+        text = f"all {len(found)} scales of {kind} are exactly 1.0: not "
+        if kind == "the KV cache" and cache == "FP8":
+            text += (
+                "measured, or measured below 1.0 and clamped (ModelOpt writes no smaller FP8 scale). Harmless while "
+                "keys and values stay within ±448; look at what calibration printed"
+            )
+        elif kind == "the KV cache":
+            text += "measured (an INT8 scale is amax / 127 and is not clamped); quantize the model again"
+        else:
+            text += "calibrated; quantize the model again with quantize.py"
+        problems.append(text)
+    return problems
