@@ -1,10 +1,15 @@
 """How much faster is the context phase in FP8 than in bfloat16 on this GPU?
 
 Random weights of a model's shape, a checkpoint in each precision, trtllm-build and load_engine of the reference toolchain;
-then one step of 8 requests with 1,000 prompt tokens each, both engines alternating in one run. FP8's activation scales come
-from the bfloat16 engine's own activations on the same prompts. Each figure is the median over the repeats; `plain` is the
-graph as it was built, `fused` the one that `reference/cuda_kernels.py` makes of it, which gets the same fusions in both
-precisions. Logits of all engines are compared, so that nothing fast and wrong is reported.
+then one step of 8 requests with 1,000 prompt tokens each, all engines in one run. FP8's activation scales come from the
+bfloat16 engine's own activations on the same prompts. `plain` is the graph as it was built, `fused` the one that
+`reference/cuda_kernels.py` makes of it, which gets the same fusions in both precisions. Logits of all engines are compared,
+so that nothing fast and wrong is reported.
+
+Two ways to time, both medians over the repeats. `milliseconds`: one engine for a while, then the next, in several rounds, the
+first half second of each uncounted; so a server runs. `alternating_milliseconds`: another engine at every step. There a step
+runs at the clocks that the one before it left: a GPU at its power limit is slowed by bfloat16 products more than by anything
+else, and an engine that follows a light step looks faster than it can stay.
 
     python benchmarks/fp8_gpu.py [--shapes llama-3-8b tinyllama] [--repeats 20] [--work FOLDER] [--record FILE]
 """
@@ -22,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -30,88 +34,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_checkpoint import SHAPES, Amax, checkpoint_config, write_checkpoint
 from torch.fx import GraphModule, Interpreter, Node
-from trtllm_workshop.checkpoint import expected_layout
 from trtllm_workshop.reference.build import build_engine
 from trtllm_workshop.reference.configs import BuildConfig
 from trtllm_workshop.reference.cuda_kernels import optimize
 from trtllm_workshop.reference.engine import GRAPH, Engine, bind, default_device, load_engine
 from trtllm_workshop.reference.version import VERSION
-from trtllm_workshop.safetensors_file import write_header
 
-E4M3_MAX = 448.0
 PRECISIONS, GRAPHS = ("bf16", "fp8"), ("plain", "fused")
-# layers, hidden, intermediate, heads, KV heads, head size, vocabulary
-SHAPES = {
-    "llama-3-8b": (32, 4096, 14336, 32, 8, 128, 128256),
-    "tinyllama": (22, 2048, 5632, 32, 4, 64, 32000),
-    "smoke": (2, 64, 128, 4, 2, 16, 96),  # for trying the script without a GPU
-}
+ROUNDS, SETTLE_S = 4, 0.5
 Inputs = tuple[torch.Tensor, ...]
-Amax = dict[str, float]
-
-
-def checkpoint_config(shape: str, layers: int | None, precision: str) -> dict[str, Any]:
-    """config.json of a TensorRT-LLM checkpoint of one rank."""
-    depth, hidden, inner, heads, kv_heads, size, vocabulary = SHAPES[shape]
-    return {
-        "architecture": "LlamaForCausalLM",
-        "dtype": "bfloat16",
-        "num_hidden_layers": layers or depth,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_size": size,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-        "hidden_act": "silu",
-        "norm_epsilon": 1e-5,
-        "rotary_base": 500000.0,
-        "position_embedding_type": "rope_gpt_neox",
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
-        "quantization": {
-            "quant_algo": "FP8" if precision == "fp8" else None,
-            "kv_cache_quant_algo": None,
-            "exclude_modules": ["lm_head"],
-        },
-    }
-
-
-def random_weight(name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
-    """bfloat16; norms are 1, matrices normal with deviation 0.02, the same for a name and seed."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator, device=device).mul_(0.02).to(torch.bfloat16)
-
-
-def quantized(name: str, shape: tuple[int, ...], amax: Amax, plain: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """A tensor of an FP8 linear layer, from the plain weight; fc and gate share a scale, as ModelOpt writes them."""
-    module, _, leaf = name.rpartition(".")
-    joined = module.replace(".mlp.fc", ".mlp.fused_fc").replace(".mlp.gate", ".mlp.fused_fc")
-    if leaf == "activation_scaling_factor":
-        return torch.tensor([amax[joined] / E4M3_MAX])
-    # The largest of that many normal values: close enough for weights that are drawn from a known distribution.
-    scale = 0.02 * 6.0 / E4M3_MAX
-    if leaf == "weights_scaling_factor":
-        return torch.tensor([scale])
-    return (plain(name, shape).float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def write_checkpoint(folder: Path, config: dict[str, Any], seed: int, device: torch.device, amax: Amax) -> None:
-    """A checkpoint folder, written tensor by tensor."""
-    layout = expected_layout(config, 0)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    plain = functools.partial(random_weight, seed=seed, device=device)
-    with (folder / "rank0.safetensors").open("wb") as file:
-        triples = [(name, kind.dtype, kind.shape) for name, kind in layout.items()]
-        for name, offset in write_header(file.fileno(), triples, {"format": "pt"}).items():
-            shape, narrow = layout[name].shape, layout[name].dtype == "float8_e4m3fn" or name.endswith("_factor")
-            tensor = quantized(name, shape, amax, plain) if narrow else plain(name, shape)
-            file.seek(offset)
-            file.write(tensor.cpu().view(torch.uint8).numpy().data)
+Runs = dict[tuple[str, str], Callable[[], torch.Tensor]]
+Times = dict[tuple[str, str], list[float]]
 
 
 @dataclass
@@ -203,6 +138,28 @@ def milliseconds(run: Callable[[], object], device: torch.device) -> float:
     return begin.elapsed_time(end)
 
 
+def time_alternating(runs: Runs, repeats: int, device: torch.device) -> Times:
+    """Milliseconds of each run's steps, another run at every step."""
+    times: Times = {key: [] for key in runs}
+    for _ in range(repeats):
+        for key, run in runs.items():
+            times[key].append(milliseconds(run, device))
+    return times
+
+
+def time_settled(runs: Runs, repeats: int, device: torch.device) -> Times:
+    """Milliseconds of each run's steps, in blocks that begin when the device's clocks have settled for this run."""
+    times: Times = {key: [] for key in runs}
+    for number in range(min(ROUNDS, repeats)):
+        for key, run in runs.items():
+            started = time.perf_counter()
+            while time.perf_counter() - started < SETTLE_S:
+                milliseconds(run, device)
+            steps = repeats // ROUNDS + (number < repeats % ROUNDS)
+            times[key] += [milliseconds(run, device) for _ in range(steps)]
+    return times
+
+
 def kernel_shares(run: Callable[[], object], device: torch.device) -> dict[str, float]:
     """Milliseconds on the device by kind of kernel, from one profiled step; empty where it cannot be profiled."""
     if device.type != "cuda":
@@ -252,7 +209,7 @@ def measure(shape: str, args: argparse.Namespace, root: Path, device: torch.devi
             finder = _Amax(sides[precision].plain)
             finder.run(*inputs[precision])
             amax = finder.found
-    runs = {
+    runs: Runs = {
         (precision, graph): functools.partial(getattr(sides[precision], graph), *inputs[precision])
         for graph in GRAPHS
         for precision in PRECISIONS
@@ -263,11 +220,8 @@ def measure(shape: str, args: argparse.Namespace, root: Path, device: torch.devi
     for _ in range(args.warm_up):
         for run in runs.values():
             run()
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for _ in range(args.repeats):
-        for key, run in runs.items():
-            times[key].append(milliseconds(run, device))
-    median = {key: statistics.median(values) for key, values in times.items()}
+    times, mixed = (way(runs, args.repeats, device) for way in (time_settled, time_alternating))
+    median, mixed_median = ({key: statistics.median(t) for key, t in found.items()} for found in (times, mixed))
     for (precision, graph), run in runs.items():
         side, spent, tokens = sides[precision], median[precision, graph], batch * prompt
         operations = linear_operations(side.engine.pretrained_config, tokens, batch)
@@ -283,6 +237,9 @@ def measure(shape: str, args: argparse.Namespace, root: Path, device: torch.devi
             "milliseconds_all": [round(value, 3) for value in times[precision, graph]],
             "tokens_per_second": round(tokens / spent * 1e3),
             "ratio": round(median["bf16", graph] / spent, 3),
+            "alternating_milliseconds": round(mixed_median[precision, graph], 3),
+            "alternating_milliseconds_all": [round(value, 3) for value in mixed[precision, graph]],
+            "alternating_ratio": round(mixed_median["bf16", graph] / mixed_median[precision, graph], 3),
             "linear_tflops": round(operations / spent / 1e9, 1),
             "milliseconds_by_kind": kernel_shares(run, device),
             "logits_distance_to_plain": round(distance(logits[precision, graph], logits[precision, "plain"]), 5),
@@ -295,14 +252,25 @@ def measure(shape: str, args: argparse.Namespace, root: Path, device: torch.devi
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    heads = ("shape", "precision", "graph", "ms", "tokens/s", "ratio", "TFLOP/s", "products", "engine GB")
-    print(("{:<11} {:<9} {:<6}" + " {:>9}" * 6).format(*heads))
+    heads = (
+        "shape",
+        "precision",
+        "graph",
+        "ms",
+        "tokens/s",
+        "ratio",
+        "alternating",
+        "TFLOP/s",
+        "products",
+        "engine GB",
+    )
+    print(("{:<11} {:<9} {:<6}" + " {:>9}" * 3 + " {:>11}" + " {:>9}" * 3).format(*heads))
     for row in rows:
         kinds = row["milliseconds_by_kind"]
         share = f"{kinds['matrix_products'] / sum(kinds.values()):.0%}" if kinds else "-"
         print(
             f"{row['shape']:<11} {row['precision']:<9} {row['graph']:<6} {row['milliseconds']:>9.2f} "
-            f"{row['tokens_per_second']:>9} {row['ratio']:>9.2f} {row['linear_tflops']:>9.0f} {share:>9} "
+            f"{row['tokens_per_second']:>9} {row['ratio']:>9.2f} {row['alternating_ratio']:>11.2f} {row['linear_tflops']:>9.0f} {share:>9} "
             f"{row['engine_bytes'] / 1e9:>9.2f}"
         )
 
@@ -365,6 +333,8 @@ def main(arguments: list[str] | None = None) -> int:
         "seed": args.seed,
         "warm_up": args.warm_up,
         "repeats": args.repeats,
+        "rounds": ROUNDS,
+        "settle_seconds": SETTLE_S,
         "machine": machine,
         "versions": versions,
         "rows": rows,
@@ -372,7 +342,12 @@ def main(arguments: list[str] | None = None) -> int:
     if args.record:
         args.record.write_text(json.dumps(record, indent=2) + "\n")
     ratios = {f"{row['shape']}_{row['graph']}": row["ratio"] for row in rows if row["precision"] == "fp8"}
-    print(json.dumps({"ratios": ratios, "machine": machine, "versions": versions, "seed": args.seed}))
+    mixed = {f"{row['shape']}_{row['graph']}": row["alternating_ratio"] for row in rows if row["precision"] == "fp8"}
+    print(
+        json.dumps(
+            {"ratios": ratios, "alternating_ratios": mixed, "machine": machine, "versions": versions, "seed": args.seed}
+        )
+    )
     return 0
 
 
