@@ -11,7 +11,7 @@ from typing import Any
 from trtllm_workshop.commands import command_parser
 from trtllm_workshop.reference.convert import convert_checkpoint, hf_spec
 from trtllm_workshop.reference.convert_plan import Sharding
-from trtllm_workshop.reference.output_errors import output_error
+from trtllm_workshop.reference.output_errors import exit_code
 from trtllm_workshop.reference.version import banner
 
 LLAMA = "examples/models/core/llama/convert_checkpoint.py"
@@ -61,15 +61,7 @@ def main(script: str, argv: Sequence[str] | None = None) -> int:
     args = command_parser(script, _FLAGS[script]).parse_args(argv)
     # A terminated conversion must clean up behind itself; by default Python would just stop.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        _run(script, args)
-    except OSError as error:
-        print(f"error: {output_error(error, '--output_dir', args.output_dir)}", file=sys.stderr, flush=True)
-        return 1
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+    return exit_code(lambda: _run(script, args), args.output_dir)
 
 
 def _run(script: str, args: object) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 _REASONS = {
@@ -26,3 +28,16 @@ def output_error(error: OSError, flag: str, output: str | Path) -> str:
         return str(error)
     place = f" ({error.filename})" if error.filename and str(error.filename) != str(output) else ""
     return f"{flag} {output} cannot be written: {reason}{place}; choose another {flag}"
+
+
+def exit_code(work: Callable[[], object], output_dir: str | Path) -> int:
+    """Does the work of a command; 0, or 1 after an error of its input or output was said on standard error."""
+    try:
+        work()
+    except OSError as error:
+        print(f"error: {output_error(error, '--output_dir', output_dir)}", file=sys.stderr, flush=True)
+        return 1
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0

@@ -8,9 +8,10 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from trtllm_workshop.commands import command_parser
-from trtllm_workshop.reference.output_errors import output_error
+from trtllm_workshop.reference.output_errors import exit_code
 from trtllm_workshop.reference.version import banner
 
 SCRIPT = "examples/quantization/quantize.py"
@@ -50,21 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["HF_DATASETS_OFFLINE"] = "1"  # nothing here may reach for the network
     # A terminated run must clean up behind itself; by default Python would just stop.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    started = time.monotonic()
     try:
-        # Heavy modules are imported after the command line is known to be right: a typing mistake answers at once.
-        from trtllm_workshop.reference.quantize import QuantizeOptions, quantize
-
-        result = quantize(model_dir, output_dir, QuantizeOptions(**options), _say)
+        return exit_code(lambda: _run(model_dir, output_dir, options), output_dir)
     except KeyboardInterrupt:
         print(f"error: interrupted; {output_dir} is as it was before", file=sys.stderr, flush=True)
         return 130
-    except OSError as error:
-        print(f"error: {output_error(error, '--output_dir', output_dir)}", file=sys.stderr, flush=True)
-        return 1
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+
+
+def _run(model_dir: str, output_dir: str, options: dict[str, Any]) -> None:
+    # Heavy modules are imported after the command line is known to be right: a typing mistake answers at once.
+    from trtllm_workshop.reference.quantize import QuantizeOptions, quantize
+
+    started = time.monotonic()
+    result = quantize(model_dir, output_dir, QuantizeOptions(**options), _say)
     quantization = result.config["quantization"]
     _say(
         f"{result.folder}: {result.config['architecture']}, {result.config['dtype']}, weights "
@@ -72,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{quantization['kv_cache_quant_algo'] or 'not quantized'}"
     )
     print(f"Quantized model exported to {output_dir} in {time.monotonic() - started:.1f} s", flush=True)
-    return 0
 
 
 def _say(text: str) -> None:
