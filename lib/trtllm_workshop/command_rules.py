@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trtllm_workshop.build_requests import requested_but_ignored
+from trtllm_workshop.checkpoint import read_config
 from trtllm_workshop.command_facts import Command
 from trtllm_workshop.problem import Problem, error, warning
 from trtllm_workshop.quant_mode import QuantMode
@@ -74,8 +74,8 @@ def _checkpoint_requests(values: Values) -> list[Problem]:
     """P69: flags that this checkpoint's quantization makes void; only for a checkpoint that is there to be read."""
     folder = _text(values, "--checkpoint_dir")
     try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else None
-        mode = QuantMode.from_config(config) if isinstance(config, dict) and "architecture" in config else None
+        config = read_config(folder) if folder else {}
+        mode = QuantMode.from_config(config) if "architecture" in config else None
     except (OSError, ValueError):
         return []  # the build says what is wrong with the folder
     if mode is None:
