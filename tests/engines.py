@@ -119,6 +119,12 @@ def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
+def divergence(reference: torch.Tensor, candidate: torch.Tensor) -> float:
+    """Mean KL(reference || candidate) in nats, in float64."""
+    p, q = (torch.log_softmax(logits.double(), -1) for logits in (reference, candidate))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
 class Forced(Request):
     """A request that takes given tokens instead of the chosen ones (teacher forcing), through the real step loop."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quantized_checkpoints import round_rows
 from safetensors.torch import load_file
 
 E4M3_MAX = 448.0
@@ -28,17 +29,6 @@ def fake_e4m3(values: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor
 def fake_int8(values: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Values [...] as INT8 with this scale gives them back."""
     return (values / scale).round().clamp(-128, 127) * scale
-
-
-def weight_only(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """A 16-bit matrix [out, in] as trtllm-build's weight-only plugin sees it: per output channel, scale max / 2^(bits-1).
-
-    The scale is rounded to bfloat16 first, as the reference build does it for all types.
-    """
-    full = float(1 << (bits - 1))
-    scale = (weight.float().abs().amax(1, keepdim=True) / full).bfloat16().to(weight.dtype).float()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return (weight.float() / scale).round().clamp(-full, full - 1) * scale
 
 
 class _Layer:
@@ -57,7 +47,7 @@ class _Layer:
             values = (nibbles - 16 * (nibbles > 7)).float()
             self.weight = values * tensors[f"{module}.weights_scaling_factor"].float().repeat_interleave(group, 1)
         elif algorithm in ("W8A16", "W4A16"):
-            self.weight = weight_only(stored, 8 if algorithm == "W8A16" else 4)
+            self.weight = round_rows(stored.float(), 8 if algorithm == "W8A16" else 4)
         else:
             self.weight = stored.float()
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from engines import divergence
 from modelopt_simulation import simulated_logits
 from quantized_models import calibration_set, run
 from tiny_models import tiny_model
@@ -24,12 +25,6 @@ def plain_logits(source):
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(torch.tensor([TOKENS])).logits[0]
-
-
-def divergence(reference, candidate):
-    """Mean KL(reference || candidate) over the tokens, in nats."""
-    p, q = (torch.log_softmax(logits, -1) for logits in (reference, candidate))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @pytest.mark.parametrize(("family", "tp"), [("llama-gqa", 1), ("qwen2", 2), ("llama-tied", 3), ("llama-gqa", 4)])
