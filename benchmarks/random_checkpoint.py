@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from trtllm_workshop.checkpoint import expected_layout
+from trtllm_workshop.quant_mode import E4M3_MAX
 from trtllm_workshop.safetensors_file import write_header
 
-E4M3_MAX = 448.0
 # layers, hidden, intermediate, heads, KV heads, head size, vocabulary
 SHAPES = {
     "llama-3-8b": (32, 4096, 14336, 32, 8, 128, 128256),

@@ -14,8 +14,9 @@ from trtllm_workshop.quant_mode import QuantMode  # noqa: E402
 from trtllm_workshop.reference import attention, cuda_kernels  # noqa: E402
 from trtllm_workshop.reference.build import Limits, export_network  # noqa: E402
 from trtllm_workshop.reference.engine import bind, kv_cache_dtype  # noqa: E402
+from trtllm_workshop.reference.fp8 import to_e4m3  # noqa: E402
 from trtllm_workshop.reference.network import NetworkConfig  # noqa: E402
-from trtllm_workshop.reference.quant_ops import fp8_linear, to_e4m3  # noqa: E402
+from trtllm_workshop.reference.quant_ops import fp8_linear  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU: Triton kernels and FP8 products")]

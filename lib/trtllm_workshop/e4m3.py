@@ -11,7 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-E4M3_MAX = 448.0
+from trtllm_workshop.quant_mode import E4M3_MAX
+
 SMALLEST_NORMAL = 2.0**-6
 SMALLEST = 2.0**-9
 

@@ -15,6 +15,7 @@ from trtllm_workshop.safetensors_file import BrokenWeights
 
 QUANT_ALGOS = ("FP8", "W8A16", "W4A16", "W4A16_AWQ")
 KV_CACHE_QUANT_ALGOS = ("FP8", "INT8")
+E4M3_MAX = 448.0  # the largest e4m3 number; an FP8 scale is the largest magnitude / 448
 # What stays in the model's own type when the checkpoint names no exceptions.
 DEFAULT_EXCLUDED = ("*lm_head", "*vocab_embedding")
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from trtllm_workshop.reference.fp8 import to_e4m3
+
 # torch.library's `custom_op` decorator wraps every call in checks that cost as much as a small model's attention itself;
 # a plain schema and two plain implementations do not.
 LIBRARY = torch.library.Library("trtllm_workshop", "DEF")
@@ -80,10 +82,9 @@ def quantize_kv(kv: torch.Tensor, pool_dtype: torch.dtype, scale: torch.Tensor |
     """
     if scale is None:
         return kv.to(pool_dtype)
-    wide = kv.float() * scale.reciprocal()
     if pool_dtype == torch.int8:
-        return wide.round().clamp(-128, 127).to(torch.int8)
-    return wide.clamp(-448.0, 448.0).to(pool_dtype)
+        return (kv.float() * scale.reciprocal()).round().clamp(-128, 127).to(torch.int8)
+    return to_e4m3(kv, scale)
 
 
 def dequantize_kv(stored: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
@@ -184,8 +185,27 @@ def attend(
     as_plain_bytes(pool).view(-1, 2 * num_kv_heads, size).index_copy_(0, slot_mapping, as_plain_bytes(stored))
     if scale is not None and paged_context_fmha:
         k, v = dequantize_kv(stored, dtype, scale).chunk(2, dim=1)
+    requests = (kv_cache_block_offsets, sequence_length, host_request_types, host_query_lengths, host_sequence_lengths)
+    return attend_packed(q, k, v, pool, scale, *requests).to(given)
 
-    per_block = pool.shape[1]
+
+def attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    scale: torch.Tensor | None,
+    kv_cache_block_offsets: torch.Tensor,
+    sequence_length: torch.Tensor,
+    host_request_types: torch.Tensor,
+    host_query_lengths: torch.Tensor,
+    host_sequence_lengths: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of a step's tokens, whose keys and values lie in the layer's `pool` already; the rest as for `attend`.
+
+    q: [tokens, heads, head_size], rotated; k, v: [tokens, kv_heads, head_size]. Returns [tokens, heads * head_size].
+    """
+    tokens, dtype, per_block = q.shape[0], q.dtype, pool.shape[1]
     lengths, totals = host_query_lengths.tolist(), host_sequence_lengths.tolist()
     contexts = host_request_types.tolist().count(0)
     parts = []
@@ -206,7 +226,7 @@ def attend(
         same = min(totals[contexts:]) == longest
         parts.append(_generation_attention(q[start:], keys, values, None if same else sequence_length[contexts:]))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out.reshape(tokens, num_heads * size).to(given)
+    return out.reshape(tokens, -1)
 
 
 @torch.library.impl(LIBRARY, "gpt_attention", "Meta")

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from trtllm_workshop.reference.attention import LIBRARY
-
-E4M3_MAX = 448.0
+from trtllm_workshop.reference.fp8 import scaled_product, to_e4m3
 
 LIBRARY.define(
     "fp8_linear(Tensor x, Tensor weight, Tensor weights_scaling_factor, Tensor activation_scaling_factor, Tensor? bias) "
@@ -27,14 +26,6 @@ LIBRARY.define(
     "Tensor? bias) -> Tensor"
 )
 LIBRARY.define("e4m3_round(Tensor x, Tensor scale) -> Tensor")
-
-
-def to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x / scale as float8_e4m3fn, round to nearest even; what lies outside ±448 is clamped (torch's cast would not).
-
-    x: any shape; scale: [1], float32.
-    """
-    return (x.float() * scale.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 @torch.library.impl(LIBRARY, "e4m3_round", "CompositeExplicitAutograd")
@@ -62,28 +53,8 @@ def fp8_linear(
     Returns:
         [tokens, out] in the type of x.
     """
-    if x.device.type == "cuda":
-        return _fp8_tensor_cores(x, weight, weights_scaling_factor, activation_scaling_factor, bias)
-    wide = F.linear(e4m3_round(x, activation_scaling_factor), weight.float())
-    wide = wide * (weights_scaling_factor * activation_scaling_factor)
-    return (wide if bias is None else wide + bias.float()).to(x.dtype)
-
-
-def _fp8_tensor_cores(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    # The kernel adds a bias in 16 bits only.
-    inside = bias if x.dtype in (torch.float16, torch.bfloat16) else None
-    out = torch._scaled_mm(
-        to_e4m3(x, scale),
-        weight.t(),
-        scale_a=scale,
-        scale_b=weight_scale,
-        bias=inside,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
-    return out if bias is None or inside is not None else out + bias
+    rounded = to_e4m3(x, activation_scaling_factor)
+    return scaled_product(rounded, weight, weights_scaling_factor, activation_scaling_factor, bias, x.dtype)
 
 
 @torch.library.impl(LIBRARY, "weight_only_linear", "CompositeExplicitAutograd")

@@ -10,9 +10,10 @@ from typing import Any
 
 from trtllm_workshop.checkpoint import read_config, read_tensor, tensor_index, verify_checkpoint
 from trtllm_workshop.model_spec import ModelSpec
+from trtllm_workshop.quant_mode import E4M3_MAX
 from trtllm_workshop.reference.quantize_formats import Format
 
-E4M3_MAX, INT8_MAX = 448.0, 127.0
+INT8_MAX = 127.0
 
 
 def mend_config(folder: Path, spec: ModelSpec, form: Format) -> dict[str, Any]:
