@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from trtllm_workshop.figures import checkpoint, download, engine, hardware, inference, quantize, style
+from trtllm_workshop.figures import (
+    checkpoint,
+    download,
+    engine,
+    hardware,
+    inference,
+    kv_pool,
+    quantize,
+    streaming,
+    style,
+)
 
-__all__ = ["checkpoint", "download", "engine", "hardware", "inference", "quantize", "style"]
+__all__ = ["checkpoint", "download", "engine", "hardware", "inference", "kv_pool", "quantize", "streaming", "style"]
