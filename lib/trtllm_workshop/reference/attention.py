@@ -59,7 +59,7 @@ def _context_attention(
     return out.transpose(1, 2)
 
 
-def _context_groups(lengths: list[int], totals: list[int]) -> list[tuple[int, int, int]]:
+def context_groups(lengths: list[int], totals: list[int]) -> list[tuple[int, int, int]]:
     """Neighbouring requests that can be attended together: (first request, how many, tokens already cached).
 
     Requests without cached tokens and of equal length share one call; any other request has its own.
@@ -210,7 +210,7 @@ def attend_packed(
     contexts = host_request_types.tolist().count(0)
     parts = []
     start = 0
-    for row, count, cached in _context_groups(lengths[:contexts], totals[:contexts]):
+    for row, count, cached in context_groups(lengths[:contexts], totals[:contexts]):
         end = start + count * lengths[row]
         past = None
         if cached:

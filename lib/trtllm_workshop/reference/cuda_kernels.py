@@ -7,6 +7,7 @@ activations many times over. `optimize` rewrites an engine's graph so that
 * the residual sum, the RMS norm and the rounding to e4m3 are one kernel,
 * SiLU, the product with the gate and the rounding are one kernel,
 * rotary embedding and the write to the KV cache are one kernel,
+* attention reads keys and values from the pool where they lie, and rounds its result too,
 
 with and without quantization: both precisions get the same fusions. Without Triton, and on a processor, the same functions
 compute with PyTorch's operators.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +40,16 @@ def _triton() -> Any:
     except ImportError:
         return None
     return triton_kernels
+
+
+@functools.cache
+def _paged_attention() -> Any:
+    """The module of attention kernels, or None where Triton is not installed."""
+    if _triton() is None:
+        return None
+    from trtllm_workshop.reference import triton_attention
+
+    return triton_attention
 
 
 def _kernels(x: torch.Tensor) -> Any:
@@ -78,6 +90,51 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return to_e4m3(x, scale)
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """What all layers of a step need to know about its requests, worked out once.
+
+    contexts, context_tokens: how many requests are in the context phase, and their tokens, which come first.
+    tiles: the work of `triton_attention.context_attention` on the device; None when PyTorch's attention takes the context phase.
+    """
+
+    contexts: int
+    context_tokens: int
+    tiles: torch.Tensor | None
+
+
+# PyTorch's attention takes requests of equal length without cached tokens in one call; with more calls than this a layer, or with
+# cached tokens, which it would have to gather, one Triton kernel takes all requests.
+MOST_CALLS = 4
+
+
+def plan_step(
+    slot_mapping: torch.Tensor, request_types: torch.Tensor, query_lengths: torch.Tensor, sequence_lengths: torch.Tensor
+) -> StepPlan:
+    """See `StepPlan`; arguments as for `attention.attend`."""
+    contexts = int((request_types == 0).sum())
+    lengths, totals = query_lengths[:contexts].tolist(), sequence_lengths[:contexts].tolist()
+    tiles = None
+    calls = len(attention.context_groups(lengths, totals))
+    if slot_mapping.is_cuda and _paged_attention() and (calls > MOST_CALLS or lengths != totals):
+        rows = torch.tensor(_paged_attention().context_tiles(lengths, totals), dtype=torch.int32)
+        tiles = rows.pin_memory().to(slot_mapping.device, non_blocking=True)
+    return StepPlan(contexts, sum(lengths), tiles)
+
+
+def can_capture(engine: Any) -> bool:
+    """Whether generation steps of an `engine.Engine` may be recorded as CUDA graphs.
+
+    They may when the Triton kernels serve it: the plain attention's work depends on lengths that only the processor knows.
+    """
+    if engine.device.type != "cuda" or engine.dtype not in HALF_TYPES or _paged_attention() is None:
+        return False
+    config = engine.pretrained_config
+    sizes = (config["num_attention_heads"], config["num_key_value_heads"], config["head_size"])
+    served = engine.kv_cache_dtype in (engine.dtype, torch.float8_e4m3fn)
+    return served and bool(_paged_attention().serves(*sizes))
+
+
 def fused_attention(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -94,20 +151,44 @@ def fused_attention(
     kv_heads: int,
     scale: torch.Tensor | None,
     read_back: bool,
+    plan: StepPlan,
+    out_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`attention.attend` with rotation and KV write in one kernel; arguments as there. `qkv` is overwritten."""
+    """`attention.attend` with rotation and KV write in one kernel and, on CUDA, attention that reads the pool in place.
+
+    Arguments as there; `qkv` is overwritten. plan: of this step. out_scale: [1], float32: the result is rounded to e4m3 with it.
+    """
     pool, kernels = kv_cache_pool[layer], _kernels(qkv)
     served = torch.float8_e4m3fn if scale is not None else qkv.dtype
     if kernels is None or pool.dtype != served:
-        return attention.attend(
+        out = attention.attend(
             qkv, cos, sin, kv_cache_pool, slot_mapping, blocks, sequence_length, request_types, query_lengths,
             sequence_lengths, layer, heads, kv_heads, scale, read_back,
         )  # fmt: skip
+        return out if out_scale is None else quantize(out, out_scale)
     qkv = qkv.contiguous()
     kernels.rotate_and_store(qkv, cos, sin, slot_mapping, pool, scale, heads, kv_heads, read_back)
     q, k, v = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
     requests = (blocks, sequence_length, request_types, query_lengths, sequence_lengths)
-    return attention.attend_packed(q, k, v, pool, scale, *requests)
+    paged = _paged_attention()
+    if not paged.serves(heads, kv_heads, q.shape[-1]):
+        out = attention.attend_packed(q, k, v, pool, scale, *requests)
+        return out if out_scale is None else quantize(out, out_scale)
+    contexts, start = plan.contexts, plan.context_tokens
+    if not contexts:
+        out = q.new_empty(q.shape[0], heads * q.shape[-1], dtype=q.dtype if out_scale is None else torch.float8_e4m3fn)
+        paged.generation_attention(q, pool, scale, blocks, sequence_length, out, out_scale)
+        return out
+    out = q.new_empty(q.shape[0], heads * q.shape[-1])
+    if plan.tiles is not None and (scale is None or read_back):
+        paged.context_attention(q, pool, scale, blocks, plan.tiles, out)
+    else:
+        of_contexts = [part[:contexts] for part in requests]
+        out[:start] = attention.attend_packed(q[:start], k[:start], v[:start], pool, scale, *of_contexts)
+    if start < q.shape[0]:
+        rows = (blocks[contexts:], sequence_length[contexts:], out[start:])
+        paged.generation_attention(q[start:], pool, scale, *rows)
+    return out if out_scale is None else quantize(out, out_scale)
 
 
 def _calls(module: GraphModule, target: Callable[..., Any]) -> list[Any]:
@@ -165,7 +246,7 @@ def _quantize_in_producers(module: GraphModule, dtype: torch.dtype) -> None:
         if (x, scale) not in made:
             alone = all(_is_call(user, fp8) and user.args[3] is scale and user.args[0] is x for user in x.users)
             maker = x.args[0] if _is_call(x, operator.getitem) else x
-            if alone and _is_call(maker, add_rms_norm, silu_mul) and maker.args[-1] is None:
+            if alone and _is_call(maker, add_rms_norm, silu_mul, fused_attention) and maker.args[-1] is None:
                 maker.args = (*maker.args[:-1], scale)
                 made[x, scale] = x
             else:
@@ -177,10 +258,14 @@ def _quantize_in_producers(module: GraphModule, dtype: torch.dtype) -> None:
 
 
 def _fuse_attention(module: GraphModule) -> None:
-    """gpt_attention -> fused_attention where nothing else reads its qkv, which the kernel overwrites."""
+    """gpt_attention -> fused_attention where nothing else reads its qkv, which the kernel overwrites; one plan for all layers."""
+    plan: Node | None = None
     for node in _calls(module, OPS.gpt_attention.default):
         if len(node.args[0].users) == 1:
-            node.target = fused_attention
+            if plan is None:
+                with module.graph.inserting_before(node):
+                    plan = module.graph.call_function(plan_step, (node.args[4], *node.args[7:10]))
+            node.target, node.args = fused_attention, (*node.args, plan, None)
 
 
 def _fetch_late(module: GraphModule) -> None:
@@ -206,8 +291,8 @@ def optimize(module: GraphModule) -> GraphModule:
         return module
     _fuse_gates(module)
     _fuse_norms(module)
-    _quantize_in_producers(module, dtype)
     _fuse_attention(module)
+    _quantize_in_producers(module, dtype)
     module.graph.eliminate_dead_code()
     _fetch_late(module)
     module.graph.lint()
