@@ -18,7 +18,7 @@ from trtllm_workshop.reference.build import BuildConfig, build_engine
 from trtllm_workshop.reference.build_output import FILES, engine_folder, one_at_a_time
 from trtllm_workshop.reference.convert import convert_checkpoint
 from trtllm_workshop.reference.engine import EngineError, load_engine
-from trtllm_workshop.reference.llm import load_tokenizer, read_generation_config
+from trtllm_workshop.reference.tokenizer_source import load_tokenizer, read_generation_config
 from trtllm_workshop.safetensors_file import read_header
 
 UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"

@@ -7,6 +7,7 @@ official default and refused by name otherwise; a made-up field is refused with 
 from __future__ import annotations
 
 import difflib
+from enum import Enum
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -104,6 +105,37 @@ class KvCacheConfig(OfficialConfig):
             )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} of KvCacheConfig must be at least 1")
+        return self
+
+
+class CapacitySchedulerPolicy(str, Enum):
+    """Who gets KV-cache blocks when not everybody can have them; see `scheduler`."""
+
+    MAX_UTILIZATION = "MAX_UTILIZATION"
+    GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"
+    STATIC_BATCH = "STATIC_BATCH"
+
+
+class ContextChunkingPolicy(str, Enum):
+    """How long prompts share the tokens of a step; a means to an end that needs chunked context."""
+
+    FIRST_COME_FIRST_SERVED = "FIRST_COME_FIRST_SERVED"
+    EQUAL_PROGRESS = "EQUAL_PROGRESS"
+
+
+class SchedulerConfig(OfficialConfig):
+    """How requests are admitted to the running batch."""
+
+    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking_policy: ContextChunkingPolicy | None = None
+
+    @model_validator(mode="after")
+    def _implemented(self) -> SchedulerConfig:
+        if self.context_chunking_policy == ContextChunkingPolicy.EQUAL_PROGRESS:
+            raise ValueError(
+                "context_chunking_policy EQUAL_PROGRESS is not implemented by the reference toolchain; leave it out, or use "
+                "FIRST_COME_FIRST_SERVED"
+            )
         return self
 
 

@@ -1,55 +1,34 @@
-"""The step loop: schedule, run the graph once for all requests of the step, choose tokens, end what is done."""
+"""The step loop: schedule, run the graph once for all requests of the step, choose tokens, end what is done.
+
+Any thread may submit, abort or step. One step runs at a time and serves the requests of all threads; nobody else waits for
+it: what is submitted or aborted meanwhile is taken up when the next step begins, or this one ends.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from trtllm_workshop.reference.configs import KvCacheConfig
+from trtllm_workshop.reference.configs import KvCacheConfig, SchedulerConfig
 from trtllm_workshop.reference.engine import Engine
+from trtllm_workshop.reference.iteration_stats import IterationStats
 from trtllm_workshop.reference.kv_cache import KvCacheManager
-from trtllm_workshop.reference.request import Request, logprobs_of
-from trtllm_workshop.reference.sampler import choose, is_plain_greedy
+from trtllm_workshop.reference.kv_pool import KvPool
+from trtllm_workshop.reference.request import Request
 from trtllm_workshop.reference.scheduler import Scheduler
-
-CPU_POOL_CAP = 1 << 30  # bytes; a laptop keeps the rest of its memory
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free now on the device, in bytes; on a CPU, what the system calls available."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available
+from trtllm_workshop.reference.step_runner import LaunchedStep, StepRunner
 
 
-def pool_blocks(
-    config: KvCacheConfig, block_bytes: int, per_block: int, most_tokens: int, device: torch.device
-) -> tuple[int, str]:
-    """How many blocks the KV-cache pool gets, and the rule that decided, in words.
-
-    The smallest of: free_gpu_memory_fraction of the free memory (on a CPU capped at 1 GiB), `max_tokens`, and what the
-    engine can ever use (max_batch_size x max_seq_len).
-
-    Raises:
-        ValueError: when not even one block fits.
-    """
-    share = int(free_bytes(device) * config.free_gpu_memory_fraction)
-    rules = [(share // block_bytes, f"{config.free_gpu_memory_fraction:.0%} of the free memory")]
-    if device.type == "cpu":
-        rules.append((CPU_POOL_CAP // block_bytes, "the cap of 1 GiB on a CPU"))
-    rules.append((-(-most_tokens // per_block), "max_batch_size x max_seq_len of the engine"))
-    if config.max_tokens is not None:
-        rules.append((-(-config.max_tokens // per_block), f"KvCacheConfig(max_tokens={config.max_tokens})"))
-    blocks, rule = min(rules, key=lambda r: r[0])
-    if blocks < 1:
-        raise ValueError(
-            f"no room for a single KV-cache block of {block_bytes} bytes ({rule}); free memory or build a smaller engine"
-        )
-    return blocks, rule
+def lowered(name: str, wanted: int | None, limit: int) -> int:
+    """A limit of the engine, or less if less is wanted. Raises ValueError below 1."""
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"{name}={wanted} must be at least 1; leave it out for the engine's {limit}")
+    return min(wanted or limit, limit)
 
 
 class Executor:
@@ -57,37 +36,63 @@ class Executor:
 
     Args:
         engine: the loaded engine.
-        kv_cache_config: size of the KV cache.
-        max_batch_size: fewer requests a step than the engine allows, if given.
+        kv_cache_config: size of the KV cache, and whether blocks are reused for equal prefixes.
+        max_batch_size, max_num_tokens: fewer requests, or tokens, a step than the engine allows, if given.
+        scheduler_config: the capacity scheduler's policy.
+        enable_chunked_context: let a long prompt take several steps.
+        most_stats: iterations whose statistics are kept.
+
+    Raises:
+        ValueError: for a limit below 1, a pool without a single block, or chunks on an engine that cannot read cached tokens
+            back in the context phase.
     """
 
     def __init__(
-        self, engine: Engine, kv_cache_config: KvCacheConfig | None = None, max_batch_size: int | None = None
+        self,
+        engine: Engine,
+        kv_cache_config: KvCacheConfig | None = None,
+        max_batch_size: int | None = None,
+        *,
+        max_num_tokens: int | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        enable_chunked_context: bool = False,
+        most_stats: int | None = None,
     ) -> None:
         self.engine = engine
-        config, build = engine.pretrained_config, engine.build_config
-        limit = build["max_batch_size"]
-        if max_batch_size is not None and max_batch_size < 1:
+        build, config = engine.build_config, kv_cache_config or KvCacheConfig()
+        paged_context = bool(build["plugin_config"].get("use_paged_context_fmha", True))
+        if enable_chunked_context and not paged_context:
             raise ValueError(
-                f"max_batch_size={max_batch_size} must be at least 1; leave it out for the engine's {limit}"
+                "chunked context needs an engine built with --use_paged_context_fmha enable: without it the context phase "
+                "does not read what earlier chunks left in the cache"
             )
-        self.max_batch_size = min(max_batch_size or limit, limit)
-        per_block = build["plugin_config"]["tokens_per_block"]
-        shape = (config["num_hidden_layers"], per_block, 2, config["num_key_value_heads"], config["head_size"])
-        block_bytes = engine.kv_cache_dtype.itemsize * torch.Size(shape).numel()
-        blocks, rule = pool_blocks(
-            kv_cache_config or KvCacheConfig(), block_bytes, per_block, limit * build["max_seq_len"], engine.device
+        self.max_batch_size = lowered("max_batch_size", max_batch_size, build["max_batch_size"])
+        self.max_num_tokens = lowered("max_num_tokens", max_num_tokens, build["max_num_tokens"])
+        # Padding rows of CUDA graphs write to a block that no request gets.
+        pool = KvPool.allocate(engine, config, spare=1 if engine.device.type == "cuda" else 0)
+        self.pool, self.pool_description = pool.tensor, pool.description
+        # Without paged context attention a cached prefix could not be read either.
+        reuse = config.enable_block_reuse and paged_context
+        self.kv_cache = KvCacheManager(pool.blocks, pool.tokens_per_block, reuse)
+        self.scheduler: Scheduler[Request] = Scheduler(
+            self.kv_cache,
+            self.max_batch_size,
+            self.max_num_tokens,
+            policy=(scheduler_config or SchedulerConfig()).capacity_scheduler_policy.value,
+            enable_chunked_context=enable_chunked_context,
         )
-        self.pool_description = (
-            f"KV cache: {blocks} blocks of {per_block} tokens = {blocks * per_block} tokens, "
-            f"{blocks * block_bytes / 2**20:.1f} MiB (decided by {rule})"
-        )
-        self.pool = torch.zeros(shape[0], blocks, *shape[1:], dtype=engine.kv_cache_dtype, device=engine.device)
-        self.kv_cache = KvCacheManager(blocks, per_block)
-        self.scheduler: Scheduler[Request] = Scheduler(self.kv_cache, self.max_batch_size, build["max_num_tokens"])
-        self.iterations = 0
-        # One step at a time, whichever thread asks: a step serves the requests of all of them.
-        self._lock = threading.RLock()
+        self._runner = StepRunner(engine, pool, self.kv_cache, self.scheduler)
+        self._ahead: LaunchedStep | None = None  # launched, its tokens not read yet
+        self.stats = IterationStats(self.max_batch_size, most_stats)
+        self._last_end = 0.0
+        self._lock = threading.Lock()
+        self._submitted: deque[Request] = deque()
+        self._aborted: deque[Request] = deque()
+
+    @property
+    def iterations(self) -> int:
+        """How many steps have run."""
+        return self.stats.iterations
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -95,118 +100,145 @@ class Executor:
         Raises:
             ValueError: when it can never run on this engine or pool.
         """
-        with self._lock:
-            self.scheduler.add(request)
+        self.scheduler.check(request)
+        self._submitted.append(request)
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """Take requests out, whatever state they are in, and free their blocks."""
-        requests = list(requests)
+        """Take requests out, whatever state they are in, and free their blocks: at once, or when the running step ends."""
+        self._aborted.extend(requests)
+        self._take_aborted()
+
+    def abort_all(self) -> None:
+        """Abort every request there is."""
         with self._lock:
-            for request in requests:
-                request.finish_reason = request.finish_reason or "cancelled"
-            self.scheduler.finish(requests)
+            requests = [*self.scheduler.running, *self.scheduler.waiting, *self._submitted]
+        self.abort(requests)
 
     @property
     def busy(self) -> bool:
+        scheduler = self.scheduler
+        return bool(self._submitted or self._aborted or self._ahead or scheduler.waiting or scheduler.num_running)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         with self._lock:
-            return bool(self.scheduler.waiting or self.scheduler.running)
+            yield
+        # Aborted after the step's last look, by somebody who found the lock taken.
+        self._take_aborted()
+
+    def _take_aborted(self) -> None:
+        # A thread that holds the lock already, in a listener, gets here too: it must not wait for itself.
+        while self._aborted and self._lock.acquire(blocking=False):
+            try:
+                self._drop_aborted()
+            finally:
+                self._lock.release()
+
+    def _drop_aborted(self) -> None:
+        """Under the lock: forget aborted requests and tell their listeners."""
+        ended = []
+        while self._aborted:
+            request = self._aborted.popleft()
+            if request.cancel():
+                ended.append(request)
+        if ended:
+            self._admit_submitted()
+            self.scheduler.finish(ended)
+            for request in ended:
+                request.tell()
+
+    def _admit_submitted(self) -> None:
+        while self._submitted:
+            self.scheduler.add(self._submitted.popleft())
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run one iteration.
 
+        On a device of its own kind the next iteration is launched before this one's tokens are read, so that the device
+        works while the host looks at tokens; a request that turns out to have ended has then run one row too many.
+
         Returns:
-            The requests that got a token, finished ones included.
+            The requests that got a token, finished ones included. Empty when there is nothing to do.
         """
-        with self._lock:
-            context, generation = self.scheduler.schedule()
-            requests: list[Request] = [*context, *generation]
-            if not requests:
-                return []
-            self.iterations += 1
-            logits = self._forward(context, generation)
-            self._accept(requests, len(context), logits)
-            self.scheduler.finish([r for r in requests if r.finished])
-            return requests
+        with self._alone():
+            self._admit_submitted()
+            self._drop_aborted()
+            before, self._ahead = self._ahead, None
+            try:
+                if before is not None and not before.plain:
+                    return self._collect(before)
+                launched = self._launch(before)
+                if before is not None:
+                    self._ahead = launched
+                    return self._collect(before)
+                if launched is None:
+                    return []
+                if self._runner.runs_ahead and launched.plain:
+                    self._ahead = self._launch(launched)
+                return self._collect(launched)
+            except BaseException as error:
+                self._fail(error)
+                raise
 
-    def _forward(self, context: list[Request], generation: list[Request]) -> torch.Tensor:
-        """Pack one step and run the graph: [rows, vocabulary]; a row per request, or per token for context logits."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        rows: list[int] = []
-        lengths, totals, tables = [], [], []
-        for index, request in enumerate([*context, *generation]):
-            known = len(request.prompt_token_ids) + len(request.token_ids)
-            new = request.prompt_token_ids if index < len(context) else request.token_ids[-1:]
-            start = known - len(new)
-            ids += new
-            positions += range(start, known)
-            slots += self.kv_cache.slots(request.request_id, start, len(new))
-            rows += (
-                range(len(ids) - len(new), len(ids))
-                if index < len(context) and wants_context(request)
-                else [len(ids) - 1]
-            )
-            lengths.append(len(new))
-            totals.append(known)
-            tables.append(self.kv_cache.blocks(request.request_id))
-        width = max(len(t) for t in tables)
-        tables = [t + [0] * (width - len(t)) for t in tables]
-        device = self.engine.device
-        tensor = torch.tensor
-        return self.engine.run(
-            tensor(ids, device=device),
-            tensor(positions, device=device),
-            tensor(rows, device=device),
-            self.pool,
-            tensor(slots, device=device),
-            tensor(tables, device=device),
-            tensor(totals, device=device),
-            tensor([0] * len(context) + [1] * len(generation), dtype=torch.int32),
-            tensor(lengths, dtype=torch.int32),
-            tensor(totals, dtype=torch.int32),
+    def _launch(self, before: LaunchedStep | None) -> LaunchedStep | None:
+        batch = self.scheduler.schedule()
+        if not batch.context and not batch.generation:
+            return None
+        return self._runner.launch(batch, before)
+
+    def _collect(self, launched: LaunchedStep) -> list[Request]:
+        """Wait for a step's tokens and give them to their requests."""
+        batch = launched.batch
+        touched = self._accept(launched, launched.pending.wait())
+        ended = [r for r in touched if r.finished]
+        self.scheduler.finish(ended)
+        now = time.perf_counter()
+        self.stats.add(
+            seconds=now - max(self._last_end, launched.started),
+            active=self.scheduler.num_running,
+            queued=len(self.scheduler.waiting) + len(self._submitted),
+            completed=len(ended),
+            kv_cache=self.kv_cache.stats(),
+            contexts=len(batch.context),
+            context_tokens=sum(chunk.count for chunk in batch.context),
+            generations=len(batch.generation),
+            paused=len(batch.paused),
         )
-
-    def _accept(self, requests: list[Request], contexts: int, logits: torch.Tensor) -> None:
-        """Choose each request's token from its row of logits."""
-        best = logits.argmax(-1).tolist()
-        row = 0
-        for index, request in enumerate(requests):
-            if index < contexts and wants_context(request):
-                self._keep_context(request, logits[row : row + len(request.prompt_token_ids)])
-                row += len(request.prompt_token_ids) - 1
-            params = request.params
-            if (
-                is_plain_greedy(params, request.rules)
-                and params.logprobs is None
-                and not params.return_generation_logits
-            ):
-                token = best[row]
-            else:
-                values = logits[row].float().cpu()
-                token = choose(
-                    values, params, request.rules, request.prompt_token_ids, request.token_ids, request.generator
-                )
-                if params.logprobs is not None:
-                    request.logprobs.append(logprobs_of(values, token, params.logprobs))
-                if params.return_generation_logits:
-                    request.generation_logits.append(values)
-            request.accept(token)
-            row += 1
+        self._last_end = now
+        # A listener that fails ends its own request, and no other.
+        self._aborted.extend(r for r in touched if not r.tell())
+        return touched
 
     @staticmethod
-    def _keep_context(request: Request, logits: torch.Tensor) -> None:
-        values = logits.float().cpu()
-        if request.params.return_context_logits:
-            request.context_logits = values
-        if request.params.prompt_logprobs is not None:
-            # The logits after token i judge token i + 1; the first token has none.
-            following = request.prompt_token_ids[1:]
-            count = request.params.prompt_logprobs
-            request.prompt_logprobs = [logprobs_of(v, t, count) for v, t in zip(values, following, strict=False)]
+    def _accept(launched: LaunchedStep, best: list[int]) -> list[Request]:
+        """Give each request its token; a chunk that is not its prompt's last gives none. `best`: the most likely tokens."""
+        batch, logits = launched.batch, launched.logits
+        touched, row = [], 0
+        for index, count in enumerate(launched.rows):
+            chunk = batch.context[index] if index < len(batch.context) else None
+            request = chunk.request if chunk else batch.generation[index - len(batch.context)]
+            row += count
+            if request.finished:  # cancelled, or ended by the step before this one
+                continue
+            if logits is not None and chunk and request.reads_whole_context and not request.token_ids:
+                request.keep_context(logits[row - count : row], chunk.start, chunk.is_last)
+            if chunk is not None and not chunk.is_last:
+                continue
+            if logits is None or request.plain:
+                request.accept(best[row - 1])
+            else:
+                request.choose(logits[row - 1])
+            touched.append(request)
+        return touched
 
-
-def wants_context(request: Request) -> bool:
-    """Whether the logits of every prompt token are needed, not only the last one's."""
-    return request.params.return_context_logits or request.params.prompt_logprobs is not None
+    def _fail(self, error: BaseException) -> None:
+        """After a step that failed nothing is known about the requests it served: they end, with the error."""
+        requests, self._ahead = self.scheduler.running, None
+        self.scheduler.finish(requests, computed=False)
+        for request in requests:
+            if request.cancel():
+                request.error = (
+                    error if isinstance(error, Exception) else RuntimeError(f"a step was interrupted: {error!r}")
+                )
+            request.tell()

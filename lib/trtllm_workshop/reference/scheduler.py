@@ -1,8 +1,9 @@
-"""Which requests run in the next step: in-flight batching with the policy GUARANTEED_NO_EVICT. No tensors here.
+"""What the next step computes: in-flight batching. No tensors here.
 
-A request is admitted only when the blocks for its prompt and all tokens it may generate are free, so a running request
-is never paused. Requests are admitted in the order of arrival; one that does not fit holds back those behind it, which
-is what keeps long requests from starving.
+In every step two questions are answered, as in TensorRT-LLM. The capacity scheduler says which requests may own KV-cache
+blocks. Then the step is filled up to `max_num_tokens`: first one token for every request in the generation phase, then
+prompts in the order of arrival. A prompt that does not fit holds back those behind it, which keeps long requests from
+starving; with chunked context it is cut instead.
 """
 
 from __future__ import annotations
@@ -10,88 +11,210 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
+from trtllm_workshop.reference.capacity_scheduler import CapacityScheduler, Job, Progress
+from trtllm_workshop.reference.context_chunking import CONTEXT_CHUNKING_POLICIES, chunk_sizes
 from trtllm_workshop.reference.kv_cache import KvCacheManager
 
 
-class Schedulable(Protocol):
-    """What the scheduler needs to know about a request."""
+@dataclass(frozen=True)
+class ContextChunk(Generic[Job]):
+    """Tokens `start` … `start + count - 1` of a request's prompt (and, after a pause, of its tokens made so far).
+
+    The last chunk (`is_last`) gives the logits for the next token; the others only fill the cache.
+    """
+
+    request: Job
+    start: int
+    count: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class ScheduledBatch(Generic[Job]):
+    """One step.
+
+    Attributes:
+        context: what is computed of prompts.
+        generation: requests that process one token each.
+        paused: requests that were taken out to make room, and wait again.
+    """
+
+    context: list[ContextChunk[Job]]
+    generation: list[Job]
+    paused: list[Job]
 
     @property
-    def request_id(self) -> int: ...
-
-    @property
-    def prompt_token_ids(self) -> list[int]: ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-
-Job = TypeVar("Job", bound=Schedulable)
+    def num_tokens(self) -> int:
+        """Packed tokens of the step."""
+        return len(self.generation) + sum(chunk.count for chunk in self.context)
 
 
 @dataclass
 class Scheduler(Generic[Job]):
-    """Keeps the waiting line and the running batch.
+    """Keeps the waiting line and the running requests.
+
+    A step may be scheduled before the tokens of the last one are known: the count of each request's tokens is kept here
+    and moves in `schedule`. Its `token_ids` are read when it is admitted, paused and finished.
 
     Args:
         kv_cache: the block pool.
-        max_batch_size: most requests in one step.
+        max_batch_size: most requests that run at the same time.
         max_num_tokens: most packed tokens in one step.
+        policy: the capacity scheduler's policy.
+        enable_chunked_context: whether a prompt may be spread over several steps.
+        chunk_unit: a chunk that does not end its prompt is a multiple of this; tokens_per_block when left out.
+        context_chunking_policy: how prompts share a step.
+
+    Raises:
+        ValueError: for an unknown policy, and for a chunk unit that is no multiple of tokens_per_block.
     """
 
     kv_cache: KvCacheManager
     max_batch_size: int
     max_num_tokens: int
-    waiting: deque[Job] = field(default_factory=deque)
-    running: list[Job] = field(default_factory=list)
+    policy: str = "GUARANTEED_NO_EVICT"
+    enable_chunked_context: bool = False
+    chunk_unit: int | None = None
+    context_chunking_policy: str = "FIRST_COME_FIRST_SERVED"
+    waiting: deque[Job] = field(default_factory=deque, init=False)
+    capacity: CapacityScheduler[Job] = field(init=False)
+    _uncommitted: list[Progress[Job]] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.capacity = CapacityScheduler(self.kv_cache, self.policy)
+        if self.context_chunking_policy not in CONTEXT_CHUNKING_POLICIES:
+            known = ", ".join(CONTEXT_CHUNKING_POLICIES)
+            raise ValueError(
+                f"context_chunking_policy={self.context_chunking_policy!r} is unknown; choose one of {known}"
+            )
+        for name in ("max_batch_size", "max_num_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        size = self.kv_cache.tokens_per_block
+        unit = size if self.chunk_unit is None else self.chunk_unit
+        if unit < 1 or unit % size:
+            raise ValueError(
+                f"chunk_unit={unit} must be a multiple of tokens_per_block ({size}), so that a chunk ends with a block"
+            )
+        # A step too small for a whole unit is filled by blocks, or even token by token.
+        self._unit = next(u for u in (unit, size, 1) if u <= self.max_num_tokens)
+        # Every running request needs room for its one token in each step.
+        self._most_running = min(self.max_batch_size, self.max_num_tokens)
+        self._equal = self.enable_chunked_context and self.context_chunking_policy == "EQUAL_PROGRESS"
+
+    @property
+    def running(self) -> list[Job]:
+        """The requests that own blocks, the oldest first."""
+        return [progress.request for progress in self.capacity.running.values()]
+
+    @property
+    def num_running(self) -> int:
+        """How many requests own blocks."""
+        return len(self.capacity.running)
+
+    def tokens_in_cache(self, request: Job) -> int:
+        """Tokens of a running request in the cache, once the step that was scheduled last has run.
+
+        Right after `schedule`, a request of its `generation` list is at position `tokens_in_cache(request) - 1`.
+
+        Raises:
+            KeyError: when the request is not running.
+        """
+        return self.capacity.running[request.request_id].cached
 
     def add(self, request: Job) -> None:
         """Queue a request.
 
         Raises:
-            ValueError: when the request could never run: the whole pool or a whole step is too small for it.
+            ValueError: see `check`.
         """
-        prompt, total = len(request.prompt_token_ids), len(request.prompt_token_ids) + request.max_new_tokens
-        if prompt > self.max_num_tokens:
-            raise ValueError(
-                f"prompt of {prompt} tokens exceeds max_num_tokens ({self.max_num_tokens}) of the engine; build with "
-                f"--max_num_tokens {prompt} or more, or shorten the prompt"
-            )
-        if self.kv_cache.blocks_for(total) > self.kv_cache.num_blocks:
-            pool = self.kv_cache.num_blocks * self.kv_cache.tokens_per_block
-            raise ValueError(
-                f"prompt ({prompt}) + max_tokens ({request.max_new_tokens}) need {total} tokens of KV cache, the whole pool "
-                f"holds {pool}; raise KvCacheConfig(max_tokens=...) or lower max_tokens"
-            )
+        self.check(request)
         self.waiting.append(request)
 
-    def schedule(self) -> tuple[list[Job], list[Job]]:
-        """Choose the next step.
+    def check(self, request: Job) -> None:
+        """Whether a request can run at all. Reads nothing that changes, so any thread may ask.
 
-        Returns:
-            (context requests, generation requests): newly admitted requests, and those that each make one token.
+        Raises:
+            ValueError: when the request could never run: it is empty, or the whole pool or a whole step is too small.
         """
-        generation = list(self.running)
-        budget = self.max_num_tokens - len(generation)
-        context: list[Job] = []
-        while self.waiting and len(generation) + len(context) < self.max_batch_size:
-            head = self.waiting[0]
-            prompt = len(head.prompt_token_ids)
-            total = prompt + head.max_new_tokens
-            if prompt > budget or not self.kv_cache.can_hold(total):
-                break
-            self.kv_cache.add_sequence(head.request_id, total)
-            context.append(self.waiting.popleft())
-            budget -= prompt
-        self.running.extend(context)
-        return context, generation
+        prompt = len(request.prompt_token_ids)
+        if prompt > self.max_num_tokens and not self.enable_chunked_context:
+            raise ValueError(
+                f"prompt of {prompt} tokens exceeds max_num_tokens ({self.max_num_tokens}) of the engine; build with "
+                f"--max_num_tokens {prompt} or more, turn chunked context on, or shorten the prompt"
+            )
+        self.capacity.refuse_impossible(request)
 
-    def finish(self, requests: Sequence[Job]) -> None:
-        """Take requests out of the batch (or the waiting line) and free their blocks."""
-        ended = {r.request_id for r in requests}
-        self.running = [r for r in self.running if r.request_id not in ended]
-        self.waiting = deque(r for r in self.waiting if r.request_id not in ended)
-        for request_id in ended:
-            self.kv_cache.remove_sequence(request_id)
+    def schedule(self) -> ScheduledBatch[Job]:
+        """Choose the next step, and count its tokens as computed.
+
+        Requests whose last token has been scheduled are left out until `finish` is called for them.
+        """
+        running = self.capacity.running
+        self._commit_computed()
+        generating = [p for p in running.values() if len(p.context) <= p.cached < p.limit]
+        paused = self.capacity.grow(generating)
+        if paused:
+            self.waiting.extendleft(p.request for p in paused)
+            generating = [p for p in generating if p.request.request_id in running]
+        for progress in generating:
+            progress.cached += 1
+        context = self._fill(self.max_num_tokens - len(generating), may_admit=not paused)
+        return ScheduledBatch(context, [p.request for p in generating], [p.request for p in paused])
+
+    def finish(self, requests: Sequence[Job], computed: bool = True) -> None:
+        """Take requests out, whether they run or wait, and free their blocks.
+
+        Args:
+            requests: the requests; unknown ones are left alone.
+            computed: False after a step that failed: what it should have put in the cache must not be found again.
+        """
+        elsewhere = set()
+        for request in requests:
+            progress = self.capacity.running.get(request.request_id)
+            if progress is None:
+                elsewhere.add(request.request_id)
+            else:
+                self.capacity.stop(progress, computed)
+        if elsewhere and self.waiting:
+            self.waiting = deque(r for r in self.waiting if r.request_id not in elsewhere)
+
+    def _commit_computed(self) -> None:
+        """Make the prompts of the last step findable: they are in the cache before the next step reads it."""
+        for progress in self._uncommitted:
+            request_id = progress.request.request_id
+            if self.capacity.running.get(request_id) is progress:
+                self.kv_cache.commit(request_id, progress.context[: progress.cached])
+        self._uncommitted.clear()
+
+    def _fill(self, budget: int, may_admit: bool) -> list[ContextChunk[Job]]:
+        """Prompts for the rest of a step: those begun, then as many of the waiting line as get some of it."""
+        filling = [p for p in self.capacity.running.values() if p.remaining > 0]
+        left = budget - sum(map(self._claim, filling))
+        may_admit = may_admit and self.capacity.accepts_new
+        while may_admit and self.waiting and left > 0 and len(self.capacity.running) < self._most_running:
+            head = self.waiting[0]
+            # Without chunked context, only tokens made before a pause can make a context longer than a whole step.
+            tokens = len(head.prompt_token_ids) + len(head.token_ids)
+            may_be_cut = self.enable_chunked_context or tokens > self.max_num_tokens
+            progress = self.capacity.admit(head, left, self._unit if may_be_cut else None)
+            if progress is None:
+                break
+            self.waiting.popleft()
+            filling.append(progress)
+            left -= self._claim(progress)
+        policy = "EQUAL_PROGRESS" if self._equal else "FIRST_COME_FIRST_SERVED"
+        sizes = chunk_sizes([p.remaining for p in filling], budget, self._unit, policy) if filling else []
+        chunks = []
+        for progress, count in zip(filling, sizes, strict=True):
+            if count:
+                start, progress.cached = progress.cached, progress.cached + count
+                chunks.append(ContextChunk(progress.request, start, count, not progress.remaining))
+                self._uncommitted.append(progress)
+        return chunks
+
+    def _claim(self, progress: Progress[Job]) -> int:
+        """Tokens of the step that those behind this request leave to it."""
+        return min(self._unit, progress.remaining) if self._equal else progress.remaining
