@@ -157,3 +157,22 @@ def test_ties_have_a_place_of_their_own_in_the_picture_of_margins() -> None:
     assert "ties: margin 0" in [text.get_text() for text in left.texts]
     assert min(x for dots in left.collections for x, _ in dots.get_offsets()) < 0.25 / 2
     assert right.get_xticklabels()[0].get_text() == "≤ 0"
+
+
+@pytest.mark.parametrize(
+    ("most", "last", "step"), [(326.8e6, 3e8, 1e8), (2e9, 2e9, 5e8), (94.4e6, 8e7, 2e7), (7, 6, 2)]
+)
+def test_sizes_have_round_ticks(most: float, last: float, step: float) -> None:
+    axes = quantize.sizes({"a": (most / 2, most)}, "Sizes").axes[0]
+    ticks = axes.get_xticks().tolist()
+    assert (ticks[0], ticks[1], ticks[-1]) == pytest.approx((0, step, last)) and len(ticks) <= 6
+    assert axes.get_xticklabels()[1].get_text() == engine.readable_bytes(step)
+
+
+def test_answers_are_drawn_a_row_for_each_engine_and_broken_ones_are_counted() -> None:
+    axes = quantize.answer_scores({"FP8": [0.0, -0.4, None], "loop": [None, None, None]}, 0.1, "bfloat16").axes[0]
+    assert [text.get_text() for text in axes.texts] == ["1 x broken", "3 x broken"]
+    dots = [sorted(x for x, _ in marks.get_offsets()) for marks in axes.collections]
+    assert dots == [[-0.4, 0.0], []]
+    means = [line.get_xdata()[0] for line in axes.lines if line.get_linewidth() == 4 and len(line.get_xdata())]
+    assert means == [-0.2] and "bfloat16" in axes.get_xlabel()

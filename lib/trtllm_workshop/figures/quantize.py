@@ -204,9 +204,55 @@ def sizes(rows: Mapping[str, tuple[float | None, float]], title: str) -> Any:
         axes.set_xlim(0, most * 1.18)
         axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
-        ticks = [most * part / 4 for part in range(5)]
+        ticks = _round_ticks(most)
         axes.set_xticks(ticks, [readable_bytes(tick) for tick in ticks])
         axes.set_title(title)
+        figure.legend(loc="outside lower center", ncols=2)
+        s.grid(axes, "x")
+    return figure
+
+
+def _round_ticks(most: float, count: int = 5) -> list[float]:
+    """From 0 up to `most` in steps of 1, 2 or 5 times a power of ten, at most `count` of them behind the zero."""
+    if most <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(most / count))
+    step = next(factor * power for factor in (1, 2, 5, 10, 20) if most / (factor * power) <= count)
+    return [step * number for number in range(math.floor(most / step * (1 + 1e-9)) + 1)]
+
+
+def answer_scores(
+    rows: Mapping[str, Sequence[float | None]], tolerance: float, scorer: str, reference: str = "bfloat16"
+) -> Any:
+    """How an engine's answers score against the reference's: a row per engine, a dot per prompt, the tie as a pale strip.
+
+    ``rows`` holds score differences in nats per token, None where an answer is degenerate; these are counted at the left.
+    A vertical line marks each row's mean.
+    """
+    known = [value for values in rows.values() for value in values if value is not None]
+    low, high = min([*known, -3 * tolerance]), max([*known, 3 * tolerance])
+    room = (high - low) * 0.08
+    with s.canvas(12, 1.1 * len(rows) + 2.3) as (figure, axes):
+        axes.axvspan(-tolerance, tolerance, color=s.PALE, zorder=0, label=f"tie: within {tolerance:g}")
+        axes.axvline(0, color=s.INK, linewidth=1.5)
+        for row, values in enumerate(rows.values()):
+            scored = [value for value in values if value is not None]
+            # Dots that would lie on each other are spread over the row's height, the same way in every run.
+            places = [row + 0.3 * ((7 * number % 11) / 10 - 0.5) for number in range(len(scored))]
+            look = {"edgecolor": s.INK, "linewidth": 0.8, "s": 90, "marker": MARKERS[row % len(MARKERS)]}
+            axes.scatter(scored, places, color=s.CYCLE[row % len(s.CYCLE)], **look)
+            if scored:
+                mean = sum(scored) / len(scored)
+                axes.plot([mean, mean], [row - 0.36, row + 0.36], color=s.RED, linewidth=4)
+            if stopped := len(values) - len(scored):
+                axes.text(low - room, row, f"{stopped} x broken", fontsize=s.SMALL, va="center", ha="left")
+        axes.plot([], [], color=s.RED, linewidth=4, label="mean of the row")
+        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(low - room * 1.2, high + room)
+        axes.locator_params(axis="x", nbins=6)
+        axes.set_xlabel(f"score less that of {reference}'s answer, nats per token (by {scorer})")
+        axes.set_title("One mark for each prompt: left of the strip is worse")
         figure.legend(loc="outside lower center", ncols=2)
         s.grid(axes, "x")
     return figure
