@@ -24,7 +24,7 @@ Amax = dict[str, float]  # of the inputs of linear layers, by the names of the e
 
 
 def checkpoint_config(shape: str, layers: int | None, precision: str) -> dict[str, Any]:
-    """config.json of a TensorRT-LLM checkpoint of one rank."""
+    """config.json of a TensorRT-LLM checkpoint of one rank; precision: bf16, fp8, or fp8-kv8 with an FP8 KV cache too."""
     depth, hidden, inner, heads, kv_heads, size, vocabulary = SHAPES[shape]
     return {
         "architecture": "LlamaForCausalLM",
@@ -43,8 +43,8 @@ def checkpoint_config(shape: str, layers: int | None, precision: str) -> dict[st
         "position_embedding_type": "rope_gpt_neox",
         "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
         "quantization": {
-            "quant_algo": "FP8" if precision == "fp8" else None,
-            "kv_cache_quant_algo": None,
+            "quant_algo": "FP8" if precision.startswith("fp8") else None,
+            "kv_cache_quant_algo": "FP8" if precision == "fp8-kv8" else None,
             "exclude_modules": ["lm_head"],
         },
     }
@@ -62,6 +62,8 @@ def quantized(name: str, shape: tuple[int, ...], amax: Amax, plain: Callable[...
     """A tensor of an FP8 linear layer, from the plain weight; fc and gate share a scale, as ModelOpt writes them."""
     module, _, leaf = name.rpartition(".")
     joined = module.replace(".mlp.fc", ".mlp.fused_fc").replace(".mlp.gate", ".mlp.fused_fc")
+    if leaf == "kv_cache_scaling_factor":
+        return torch.ones(1)  # ModelOpt exports no smaller one
     if leaf == "activation_scaling_factor":
         return torch.tensor([amax[joined] / E4M3_MAX])
     # The largest of that many normal values: close enough for weights that are drawn from a known distribution.
