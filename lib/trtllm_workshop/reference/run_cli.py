@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trtllm_workshop.commands import add_arguments
+from trtllm_workshop.reference.streamed_text import Piece, StreamedRow, text_of, throttle
 
 IMPLEMENTED = (
     "--max_input_length",
@@ -41,6 +43,7 @@ IMPLEMENTED = (
     "--max_tokens_in_paged_kv_cache",
     "--kv_cache_free_gpu_memory_fraction",
     "--kv_cache_enable_block_reuse",
+    "--enable_chunked_context",
     "--log_level",
     "--run_profiling",
 )
@@ -135,6 +138,7 @@ def generate(args: argparse.Namespace) -> int:
             "max_tokens_in_paged_kv_cache": args.max_tokens_in_paged_kv_cache,
             "kv_cache_free_gpu_memory_fraction": args.kv_cache_free_gpu_memory_fraction,
             "kv_cache_enable_block_reuse": args.kv_cache_enable_block_reuse,
+            "enable_chunked_context": args.enable_chunked_context,
         }
     runner = runner_class.from_dir(args.engine_dir, **options)
     sampling = {
@@ -159,10 +163,7 @@ def generate(args: argparse.Namespace) -> int:
     batch = [torch.tensor(ids, dtype=torch.int32) for ids in prompts]
     started = time.perf_counter()
     if args.streaming:
-        outputs: dict[str, Any] = {}
-        for step, outputs in enumerate(runner.generate(batch, streaming=True, **call)):
-            if step % args.streaming_interval == 0:
-                show(prompts, outputs, tokenizer, partial=True)
+        outputs = stream(runner.generate(batch, streaming=True, **call), args.streaming_interval, prompts, tokenizer)
     else:
         outputs = runner.generate(batch, **call)
     elapsed = time.perf_counter() - started
@@ -182,12 +183,30 @@ def answers(prompts: list[list[int]], outputs: dict[str, Any]) -> list[list[int]
     return [row[len(p) : n] for row, p, n in zip(rows, prompts, lengths, strict=True)]
 
 
-def show(prompts: list[list[int]], outputs: dict[str, Any], tokenizer: Any, partial: bool = False) -> None:
+def stream(
+    steps: Generator[dict[str, Any], None, None], interval: int, prompts: list[list[int]], tokenizer: Any
+) -> dict[str, Any]:
+    """Print what every row gained, each `interval` steps; returns the last outputs, which hold everything."""
+    rows = [StreamedRow(tokenizer, prompt) for prompt in prompts]
+    outputs: dict[str, Any] = {}
+    with contextlib.closing(steps):  # whatever goes wrong here, its requests leave the batch
+        for outputs in throttle(steps, interval):
+            for index, (row, made) in enumerate(zip(rows, answers(prompts, outputs), strict=True)):
+                show_piece(index, row.update(made))
+    for index, row in enumerate(rows):
+        show_piece(index, row.finish())
+    return outputs
+
+
+def show_piece(index: int, piece: Piece) -> None:
+    if piece.text:
+        print(f'{"Anew" if piece.rewritten else "New"} [Text {index} Beam 0]: "{piece.text}"', flush=True)
+
+
+def show(prompts: list[list[int]], outputs: dict[str, Any], tokenizer: Any) -> None:
     for index, (prompt, made) in enumerate(zip(prompts, answers(prompts, outputs), strict=True)):
-        if not partial:
-            print(f'Input [Text {index}]: "{tokenizer.decode(prompt)}"')
-        text = tokenizer.decode(made, skip_special_tokens=True)
-        print(f'Output [Text {index} Beam 0]: "{text}"', flush=True)
+        print(f'Input [Text {index}]: "{tokenizer.decode(prompt)}"')
+        print(f'Output [Text {index} Beam 0]: "{text_of(tokenizer, prompt, made)}"', flush=True)
 
 
 def save(args: argparse.Namespace, prompts: list[list[int]], outputs: dict[str, Any]) -> None:

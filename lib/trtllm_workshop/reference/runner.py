@@ -37,6 +37,7 @@ OPTIONS = {
     "output_generation_logits",
     "output_log_probs",
     "output_cum_log_probs",
+    "return_all_generated_tokens",
 }
 
 
@@ -59,7 +60,8 @@ class ModelRunnerCpp:
         Args:
             engine_dir: what trtllm-build wrote.
             kwargs: `rank` (0), `max_batch_size`, `kv_cache_free_gpu_memory_fraction`, `max_tokens_in_paged_kv_cache`,
-                `kv_cache_enable_block_reuse`; other official names are accepted at their defaults.
+                `kv_cache_enable_block_reuse` and `enable_chunked_context` (both off); other official names are accepted at
+                their defaults.
 
         Raises:
             EngineError, WrongFolderKind: for an engine that cannot be loaded here.
@@ -73,6 +75,7 @@ class ModelRunnerCpp:
             "kv_cache_free_gpu_memory_fraction",
             "max_tokens_in_paged_kv_cache",
             "kv_cache_enable_block_reuse",
+            "enable_chunked_context",
         }
         owner = f"{cls.api_name}.from_dir"
         official = official_fields(owner)
@@ -82,13 +85,15 @@ class ModelRunnerCpp:
         config = KvCacheConfig(
             max_tokens=given.get("max_tokens_in_paged_kv_cache"),
             free_gpu_memory_fraction=given.get("kv_cache_free_gpu_memory_fraction") or 0.9,
+            enable_block_reuse=bool(given.get("kv_cache_enable_block_reuse", False)),
         )
         engine = load_engine(engine_dir)
         for name in ("max_batch_size", "max_input_len"):
             limit, wanted = engine.build_config[name], given.get(name)
             if wanted is not None and wanted > limit:
                 raise ValueError(f"{name}={wanted} is above the engine's {limit}; build with --{name} {wanted}")
-        return cls(Executor(engine, config, given.get("max_batch_size")))
+        chunked = bool(given.get("enable_chunked_context"))
+        return cls(Executor(engine, config, given.get("max_batch_size"), enable_chunked_context=chunked))
 
     @property
     def vocab_size(self) -> int:
@@ -106,6 +111,8 @@ class ModelRunnerCpp:
             kwargs: `max_new_tokens` (1 unless given), `end_id`, `pad_id` (both mandatory), `streaming`, `return_dict`,
                 `output_sequence_lengths`, `stop_words_list`, `bad_words_list` (token ids per request), and the sampling
                 names temperature, top_k, top_p, min_tokens, the three penalties and random_seed.
+                `return_all_generated_tokens` changes nothing here: streamed outputs are cumulative with and without it,
+                in TensorRT-LLM as well, where it only decides what the executor sends the runner.
 
         Returns:
             output_ids [requests, 1, longest], prompt included, padded with end_id; with `return_dict` a dictionary with
@@ -116,7 +123,7 @@ class ModelRunnerCpp:
             ValueError, RuntimeError: for an empty batch or prompt, lengths beyond the engine's, unknown arguments.
         """
         official = official_fields(f"{self.api_name}.generate")
-        names = OPTIONS | SAMPLING_NAMES
+        names = (OPTIONS | SAMPLING_NAMES) - ({"return_all_generated_tokens"} - set(official))
         given = refuse_unknown(f"{self.api_name}.generate", kwargs, names, official)
         for name in ("end_id", "pad_id"):
             if given.get(name) is None:
@@ -182,14 +189,14 @@ class ModelRunnerCpp:
         try:
             for request in requests:
                 self._executor.submit(request)
-            shown = 0
+            shown = -1
             # Steps of another generator of this runner serve these requests too, so what counts is what was made.
             while True:
-                made = sum(len(r.token_ids) for r in requests)
-                if made > shown:
+                made, done = sum(len(r.token_ids) for r in requests), all(r.finished for r in requests)
+                if made > max(shown, 0) or (done and shown < 0):
                     shown = made
                     yield self._output(requests, given)
-                elif all(r.finished for r in requests):
+                elif done:
                     return
                 else:
                     self._executor.step()
