@@ -87,11 +87,18 @@ def test_P69_fp8_paged_attention_without_an_fp8_cache():
     assert requested_but_ignored({FP8: "enable", PAGED: "disable"}, QuantMode("FP8"), "9.0") == []
 
 
-@pytest.mark.parametrize("args", [{}, {PAGED: "enable"}])
-def test_P69_paged_attention_with_an_int8_cache_stops_the_build(args):
-    problem = only(args, QuantMode("W8A16", "INT8"))
-    assert problem.severity == "error" and f"{PAGED} disable" in problem.fix
-    assert requested_but_ignored({PAGED: "disable"}, QuantMode("W8A16", "INT8")) == []
+@pytest.mark.parametrize("mode", [QuantMode("W8A16", "INT8"), QuantMode("W8A16", "FP8"), QuantMode(None, "FP8")])
+def test_P69_paged_attention_is_switched_off_with_caches_that_it_cannot_read(mode):
+    problem = only({PAGED: "enable"}, mode)
+    assert problem.severity == "warning" and f"{PAGED} enable is ignored" in problem.message
+    assert requested_but_ignored({}, mode) == requested_but_ignored({PAGED: "disable"}, mode) == []
+
+
+@pytest.mark.parametrize("mode", [QuantMode("W8A16"), QuantMode("W4A16_AWQ", "FP8"), QuantMode("FP8", "INT8")])
+def test_integer_formats_stop_the_build_on_10_x(mode):
+    problem = only({}, mode, "10.0")
+    assert problem.severity == "error" and mode.name in problem.message and "--qformat fp8" in problem.fix
+    assert requested_but_ignored({}, mode, "12.0") == requested_but_ignored({}, mode, "9.0") == []
 
 
 def test_P69_attention_that_is_off_takes_its_switches_along():
@@ -106,28 +113,31 @@ def test_P69_defaults_that_have_no_effect_are_not_reported():
     assert requested_but_ignored({}, QuantMode("FP8", "FP8"), "9.0") == []
 
 
-def test_errors_are_exactly_what_the_build_refuses():
+def test_errors_and_warnings_are_exactly_what_the_build_refuses_and_switches_off():
     """Every combination against the reference build's own check."""
     pytest.importorskip("torch")
     from trtllm_workshop.reference.build_output import BuildError
     from trtllm_workshop.reference.build_precision import check_precision
     from trtllm_workshop.reference.configs import PluginConfig
 
-    tried = 0
+    gpus, tried = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0"), 0
     for weights, cache, paged, gpu in itertools.product(
-        (None, *QUANT_ALGOS), (None, *KV_CACHE_QUANT_ALGOS), (True, False), ("8.0", "8.6", "8.9", "9.0")
+        (None, *QUANT_ALGOS), (None, *KV_CACHE_QUANT_ALGOS), (True, False), gpus
     ):
         mode = QuantMode(weights, cache)
         found = requested_but_ignored({PAGED: "enable" if paged else "disable"}, mode, gpu)
         major, minor = map(int, gpu.split("."))
         try:
-            check_precision(mode, PluginConfig(use_paged_context_fmha=paged), (major, minor), lambda _: None)
-            refused = False
+            plugins = PluginConfig(use_paged_context_fmha=paged)
+            built, refused = check_precision(mode, plugins, (major, minor), lambda _: None), False
         except BuildError:
-            refused = True
+            built, refused = plugins, True
         assert refused == any(problem.severity == "error" for problem in found), (weights, cache, paged, gpu)
+        dropped = paged and not built.use_paged_context_fmha
+        if not refused:
+            assert dropped == any(f"{PAGED} enable is ignored" in problem.message for problem in found), (mode, paged)
         tried += 1
-    assert tried == 120
+    assert tried == 210
 
 
 @pytest.fixture
@@ -143,9 +153,9 @@ def checkpoint(tmp_path):
 
 def test_P69_a_command_is_checked_against_its_checkpoint(checkpoint):
     line = checkpoint(quant_algo="W8A16", kv_cache_quant_algo="INT8")
-    (problem,) = check_command(line)
-    assert problem.severity == "error" and "INT8 KV cache" in problem.message
-    assert check_command(f"{line} {PAGED} disable") == []
+    (problem,) = check_command(f"{line} {PAGED} enable")
+    assert problem.severity == "warning" and "INT8 KV cache" in problem.message
+    assert check_command(line) == check_command(f"{line} {PAGED} disable") == []
     assert check_command(f"{line} {PAGED} {{paged}}") == [], "an unknown value decides nothing"
     line = checkpoint(quant_algo="FP8", kv_cache_quant_algo=None)
     (problem,) = check_command(f"{line} {FP8} enable")

@@ -266,7 +266,7 @@ def test_P12_mpi_is_looked_up_on_path(tmp_path):
         ("8.6", {"fp16", "bf16", "int8", "fp8_kv_cache"}, {"fp8", "fp4"}),
         ("8.9", {"fp16", "bf16", "int8", "fp8", "fp8_kv_cache"}, {"fp4"}),
         ("9.0", {"fp16", "bf16", "int8", "fp8", "fp8_kv_cache"}, {"fp4"}),
-        ("10.0", {"fp16", "bf16", "int8", "fp8", "fp8_kv_cache", "fp4"}, set()),
+        ("10.0", {"fp16", "bf16", "fp8", "fp8_kv_cache", "fp4"}, {"int8"}),
         ("12.1", {"fp16", "bf16", "int8", "fp8", "fp8_kv_cache", "fp4"}, set()),
     ],
 )

@@ -14,6 +14,7 @@ from quantized_checkpoints import KV_AMAX, dequantized, quantized_checkpoint
 from safetensors.torch import load_file, save_file
 from trtllm_workshop.checkpoint import verify_checkpoint
 from trtllm_workshop.planner import memory_need
+from trtllm_workshop.quant_mode import QuantMode
 from trtllm_workshop.reference import build as build_module
 from trtllm_workshop.reference.attention import dequantize_kv, quantize_kv
 from trtllm_workshop.reference.build import BuildError, build_engine
@@ -267,14 +268,91 @@ def test_P67_ada_and_hopper_build_fp8_and_ampere_the_other_formats(quantized, tm
     build_engine(quantized("W8A16", "INT8").checkpoint, limits(False), tmp_path / "int8", log=quiet)
 
 
-def test_P69_paged_context_attention_with_other_caches(quantized, tmp_path):
-    refused(quantized(None, "INT8").checkpoint, tmp_path, "int8 kv cache", "--use_paged_context_fmha disable")
-    refused(
-        quantized(None, "FP8").checkpoint, tmp_path, "fp8 quantization workflow", "--use_paged_context_fmha disable"
-    )
+@pytest.mark.parametrize(
+    ("algorithm", "cache", "words"),
+    [
+        (None, "INT8", "Paged Context FMHA is disabled because it doesn't work with int8 kv cache currently."),
+        (None, "FP8", "FP8 Paged Context FMHA is disabled because FP8 context FMHA is disabled."),
+        ("W8A16", "FP8", "FP8 Context FMHA is disabled because it must be used together with the fp8 quantization"),
+    ],
+)
+def test_P69_paged_context_attention_is_off_with_caches_that_it_cannot_read(
+    quantized, tmp_path, algorithm, cache, words
+):
     said = []
-    build_engine(quantized("FP8", "FP8").checkpoint, limits(), tmp_path / "out", log=said.append)
-    assert any("FP8 Context FMHA is enabled by default" in line for line in said)
+    build_engine(quantized(algorithm, cache).checkpoint, limits(), tmp_path / "out", log=said.append)
+    assert any("[W]" in line and words in line for line in said), said
+    built = json.loads((tmp_path / "out" / "config.json").read_text())["build_config"]["plugin_config"]
+    assert built["use_paged_context_fmha"] is False
+
+
+def test_P69_paged_context_attention_stays_on_otherwise(quantized, tmp_path):
+    for cache, warnings in (("FP8", 0), (None, 1)):
+        said = []
+        build_engine(quantized("FP8", cache).checkpoint, limits(), tmp_path / f"out{cache}", log=said.append)
+        built = json.loads((tmp_path / f"out{cache}" / "config.json").read_text())["build_config"]["plugin_config"]
+        assert built["use_paged_context_fmha"] is True and sum("[W]" in line for line in said) == warnings, said
+
+
+def test_P67_integer_formats_are_refused_on_blackwell_servers(quantized, tmp_path, monkeypatch):
+    refused(
+        quantized("W8A16", "INT8").checkpoint, tmp_path, "SM>=100", "10.0", "W8A16+INT8-KV", "--qformat fp8",
+        capability=(10, 0), monkeypatch=monkeypatch,
+    )  # fmt: skip
+
+
+def odd_spec(**sizes):
+    from trtllm_workshop.model_spec import ModelSpec
+
+    good = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_size": 16}
+    more = {"num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 64}
+    return ModelSpec("LlamaForCausalLM", **(good | more | sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        (
+            {"hidden_size": 72},
+            (
+                "attention.qkv [128, 72]",
+                "attention.dense [72, 64]",
+                "mlp.fc and mlp.gate [192, 72]",
+                "mlp.proj [72, 96]",
+            ),
+        ),
+        ({"head_size": 10}, ("attention.dense [64, 40]",)),  # 80 rows of q, k and v are a multiple
+        ({"intermediate_size": 100}, ("mlp.fc and mlp.gate [200, 64]", "mlp.proj [64, 100]")),
+    ],
+)
+def test_fp8_layers_of_a_gpu_need_multiples_of_16(sizes, named):
+    from trtllm_workshop.reference.build_precision import check_widths
+
+    spec, fp8 = odd_spec(**sizes), QuantMode("FP8", "FP8")
+    with pytest.raises(BuildError) as caught:
+        check_widths(spec, fp8, (9, 0))
+    assert all(name in str(caught.value) for name in named) and "int8_wo" in str(caught.value)
+    assert str(caught.value).count(" [") == 1 + len(named), "only what does not fit is named"
+    check_widths(spec, fp8, None)  # a processor multiplies any size
+    check_widths(spec, QuantMode("W8A16"), (9, 0))
+
+
+def test_a_head_in_fp8_counts_and_one_in_16_bits_does_not():
+    from trtllm_workshop.reference.build_precision import check_widths
+
+    check_widths(odd_spec(), QuantMode("FP8"), (9, 0))  # a vocabulary of 100, excluded
+    with pytest.raises(BuildError, match=r"lm_head \[100, 64\]"):
+        check_widths(odd_spec(), QuantMode("FP8", exclude_modules=()), (9, 0))
+
+
+def test_an_fp8_build_for_a_gpu_stops_at_odd_widths(quantized, tmp_path, monkeypatch):
+    from trtllm_workshop.reference import build_precision
+
+    monkeypatch.setattr(build_precision, "FP8_MULTIPLE", 1024)  # in the place of a model with odd sizes
+    refused(
+        quantized("FP8").checkpoint, tmp_path, "multiples of 1024", "attention.qkv [", "in 16 bits",
+        capability=(8, 9), monkeypatch=monkeypatch,
+    )  # fmt: skip
 
 
 def test_joined_layers_with_different_scales_are_refused(quantized, tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trtllm_workshop.precision import fp8_support
+from trtllm_workshop.precision import fp8_support, parse_capability, precision_support
 from trtllm_workshop.problem import Problem, error, warning
 from trtllm_workshop.quant_mode import QuantMode
 
@@ -32,6 +32,10 @@ def requested_but_ignored(
     found: list[Problem] = []
     if mode.quant_algo == "FP8" and gpu.supported is False:
         found.append(error(f"FP8 weights do not run here: {gpu.reason}", "quantize again with one of these formats"))
+    integer = parse_capability(compute_capability) and not precision_support(compute_capability)["int8"].supported
+    if integer and (mode.quant_algo in ("W8A16", "W4A16", "W4A16_AWQ") or cache == "INT8"):
+        message = f"{mode.name} does not run here: {precision_support(compute_capability)['int8'].reason}"
+        found.append(error(message, "quantize with --qformat fp8 --kv_cache_dtype fp8, or keep 16 bits"))
     if not attention:
         for name in (_PAGED, _FP8):
             if given.get(name) == "enable":
@@ -49,14 +53,12 @@ def requested_but_ignored(
         elif paged and cache != "FP8":
             message = f"{ignored}: with --{_PAGED} it reads the KV cache, which is {cache or '16-bit'} and not FP8"
             found.append(warning(message, f"quantize with --kv_cache_dtype fp8, or give --{_PAGED} disable"))
-    if paged and cache == "INT8":
-        message = f"--{_PAGED} (on by default) does not work with an INT8 KV cache: the build stops"
-        found.append(error(message, f"add --{_PAGED} disable, or quantize with --kv_cache_dtype fp8"))
-    elif paged and cache == "FP8" and mode.quant_algo != "FP8":
-        message = (
-            f"--{_PAGED} (on by default) with an FP8 KV cache needs FP8 weights, these are {weights}: the build stops"
-        )
-        found.append(error(message, f"add --{_PAGED} disable, or quantize with --qformat fp8"))
+    if given.get(_PAGED) == "enable" and cache == "INT8":
+        message = f"--{_PAGED} enable is ignored: it does not work with an INT8 KV cache"
+        found.append(warning(message, f"leave --{_PAGED} out, or quantize with --kv_cache_dtype fp8"))
+    elif given.get(_PAGED) == "enable" and cache == "FP8" and mode.quant_algo != "FP8":
+        message = f"--{_PAGED} enable is ignored: with an FP8 KV cache it needs FP8 weights, these are {weights}"
+        found.append(warning(message, f"leave --{_PAGED} out, or quantize with --qformat fp8"))
     return found
 
 

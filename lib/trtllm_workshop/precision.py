@@ -82,6 +82,13 @@ def runs_tensorrt_llm(compute_capability: str | None) -> Support:
     return Support(True, f"compute capability {compute_capability} is Ampere (8.0) or newer")
 
 
+def _int8(capability: tuple[int, int], have: str) -> Support:
+    # tensorrt_llm/builder.py stops the build from 10.0 up to 12.0: INT8 and INT4 weights, INT8 KV cache, SmoothQuant.
+    if (10, 0) <= capability < (12, 0):
+        return Support(False, f"INT8 and INT4 engines are refused on 10.x and 11.x (B200): use FP8; {have}")
+    return Support(True, f"INT8 weight-only and SmoothQuant need 8.0; {have}")
+
+
 def precision_support(compute_capability: str | None) -> dict[str, Support]:
     """A `Support` for each of fp16, bf16, int8, fp8 (matrix products), fp8_kv_cache and fp4.
 
@@ -98,7 +105,7 @@ def precision_support(compute_capability: str | None) -> dict[str, Support]:
     return {
         "fp16": sixteen_bit,
         "bf16": sixteen_bit,
-        "int8": Support(True, f"INT8 weight-only and SmoothQuant need 8.0; {have}"),
+        "int8": _int8(capability, have),
         "fp8": Support(
             fp8,
             f"FP8 tensor cores since 8.9 (Ada, Hopper, Blackwell); {have}"

@@ -31,7 +31,7 @@ from trtllm_workshop.checkpoint import (
 from trtllm_workshop.model_spec import ModelSpec
 from trtllm_workshop.quant_mode import QuantMode, UnsupportedQuantization
 from trtllm_workshop.reference.build_output import BuildError, clear_leftovers, engine_folder
-from trtllm_workshop.reference.build_precision import check_precision, cuda_capability
+from trtllm_workshop.reference.build_precision import check_precision, check_widths, cuda_capability
 from trtllm_workshop.reference.configs import BuildConfig
 from trtllm_workshop.reference.engine import (
     GRAPH,
@@ -205,14 +205,11 @@ def build_engine(
     for note in notes:
         log(f"[TRT-LLM] [I] {note}")
     mode = QuantMode.from_config(config)
-    check_precision(mode, build.plugin_config, cuda_capability(), log)
-    network = NetworkConfig(
-        ModelSpec.from_checkpoint_config(config),
-        getattr(torch, config["dtype"]),
-        limits.max_seq_len,
-        mode,
-        build.plugin_config.use_paged_context_fmha,
-    )
+    spec, capability = ModelSpec.from_checkpoint_config(config), cuda_capability()
+    build = build.model_copy(update={"plugin_config": check_precision(mode, build.plugin_config, capability, log)})
+    check_widths(spec, mode, capability)
+    paged = build.plugin_config.use_paged_context_fmha
+    network = NetworkConfig(spec, getattr(torch, config["dtype"]), limits.max_seq_len, mode, paged)
     program = export_network(network, limits, build.plugin_config.tokens_per_block)
     log(f"[TRT-LLM] [I] captured a graph of {len(program.graph.nodes)} nodes")
     if build.visualize_network:
