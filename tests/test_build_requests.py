@@ -197,6 +197,7 @@ def test_good_lines_of_quantize(flags):
     ("text", "row", "fix"),
     [
         ("[TRT] [E] Networks with FP8 precision require hardware with FP8 support", "P67", "int8_wo"),
+        ("RuntimeError: INT8/INT4 quantization is not supported on SM>=100.", "P67", "--qformat fp8"),
         ("Paged Context FMHA doesn't work with int8 kv cache currently.", "P69", "--use_paged_context_fmha disable"),
         ("FP8 Paged Context FMHA only works with fp8 quantization workflow currently.", "P69", "--qformat fp8"),
         ("HfUriError: Repository id must be 'namespace/name', got 'cnn_dailymail'", "P70", "--calib_dataset FOLDER"),
@@ -205,3 +206,8 @@ def test_good_lines_of_quantize(flags):
 def test_advice(text, row, fix):
     found = advise(text, 1)
     assert any(advice.row == row and fix in advice.fix for advice in found), found
+
+
+def test_a_switch_that_the_build_turned_off_is_not_taken_for_a_failure():
+    said = "[TRT-LLM] [W] Paged Context FMHA is disabled because it doesn't work with int8 kv cache currently.\n"
+    assert advise(said, 1) == []

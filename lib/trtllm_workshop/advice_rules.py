@@ -235,8 +235,19 @@ def fp8_unsupported(context: Context) -> Advice | None:
     return Advice("this GPU has no FP8 matrix products", fix, "P67")
 
 
+def integer_unsupported(context: Context) -> Advice | None:
+    """P67, the other way round: no INT8 or INT4 engines on the first Blackwell servers."""
+    if context.search(r"INT8/INT4 quantization is not supported on SM>=100") is None:
+        return None
+    fix = "quantize.py --qformat fp8 --kv_cache_dtype fp8, or 16 bits; INT8 and INT4 need another GPU (8.0 to 9.x, or 12.x)"
+    return Advice("TensorRT-LLM builds no INT8 or INT4 engines for compute capability 10.x and 11.x", fix, "P67")
+
+
 def context_attention(context: Context) -> Advice | None:
-    """P69: paged context attention and an eight-bit KV cache that do not go together."""
+    """P69: paged context attention and an eight-bit KV cache that do not go together.
+
+    Older releases stop the build; 1.2.1 switches the attention off with a warning, which is no failure and needs no advice.
+    """
     if context.search(r"Paged Context FMHA doesn't work with int8 kv cache") is not None:
         cause, other = "paged context attention cannot read an INT8 KV cache", "quantize with --kv_cache_dtype fp8"
     elif context.search(r"FP8 Paged Context FMHA only works with fp8 quantization") is not None:
@@ -286,6 +297,7 @@ def no_engine_with_pytorch(context: Context) -> Advice | None:
 
 BUILD_RULES: tuple[Rule, ...] = (
     fp8_unsupported,
+    integer_unsupported,
     context_attention,
     data_set_name,
     arguments_of_another_stage,
