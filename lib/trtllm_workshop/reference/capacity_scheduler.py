@@ -42,12 +42,13 @@ class Schedulable(Protocol):
 Job = TypeVar("Job", bound=Schedulable)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Progress(Generic[Job]):
     """A running request, as far as it has been scheduled. All numbers are tokens, but for `promised`."""
 
     request: Job
     context: list[int]  # the tokens to compute before the next one can be chosen
+    length: int  # of the context
     cached: int  # in the cache, those of the step that was scheduled last included
     room: int  # that its blocks hold
     limit: int  # in the cache when its last token has been chosen; that one is never put there
@@ -56,7 +57,7 @@ class Progress(Generic[Job]):
     @property
     def remaining(self) -> int:
         """Tokens of its context that are still to be computed; 0 or less in the generation phase."""
-        return len(self.context) - self.cached
+        return self.length - self.cached
 
 
 @dataclass
@@ -134,22 +135,23 @@ class CapacityScheduler(Generic[Job]):
         cache.reserve(request.request_id, len(context))
         owned = len(cache.blocks(request.request_id))
         promised = cache.blocks_for(certain) - owned
-        progress = Progress(request, context, cached, owned * cache.tokens_per_block, total - 1, promised)
+        room = owned * cache.tokens_per_block
+        progress = Progress(request, context, len(context), cached, room, total - 1, promised)
         self.promised += promised
         self.running[request.request_id] = progress
         return progress
 
-    def grow(self, generating: list[Progress[Job]]) -> list[Progress[Job]]:
-        """Give each of these requests a block for its next token if it needs one, pausing the youngest for it.
+    def grow(self, full: list[Progress[Job]]) -> list[Progress[Job]]:
+        """Give each of these requests a block for its next token, pausing the youngest for it.
 
         Args:
-            generating: running requests in the generation phase, the oldest first.
+            full: running requests in the generation phase whose blocks are full, the oldest first.
 
         Returns:
             The paused requests, the youngest first: running ones of either phase, under MAX_UTILIZATION only.
         """
         paused: list[Progress[Job]] = []
-        for progress in [p for p in generating if p.cached >= p.room]:
+        for progress in full:
             request_id = progress.request.request_id
             while self.policy == "MAX_UTILIZATION" and request_id in self.running and not self.kv_cache.free_blocks:
                 youngest = next(reversed(self.running.values()))

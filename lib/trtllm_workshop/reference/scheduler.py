@@ -154,14 +154,21 @@ class Scheduler(Generic[Job]):
         """
         running = self.capacity.running
         self._commit_computed()
-        generating = [p for p in running.values() if len(p.context) <= p.cached < p.limit]
-        paused = self.capacity.grow(generating)
+        filling: list[Progress[Job]] = []
+        generating: list[Progress[Job]] = []
+        for progress in running.values():
+            if progress.cached < progress.length:
+                filling.append(progress)
+            elif progress.cached < progress.limit:
+                generating.append(progress)
+        paused = self.capacity.grow([p for p in generating if p.cached >= p.room])
         if paused:
             self.waiting.extendleft(p.request for p in paused)
+            filling = [p for p in filling if p.request.request_id in running]
             generating = [p for p in generating if p.request.request_id in running]
         for progress in generating:
             progress.cached += 1
-        context = self._fill(self.max_num_tokens - len(generating), may_admit=not paused)
+        context = self._fill(filling, self.max_num_tokens - len(generating), may_admit=not paused)
         return ScheduledBatch(context, [p.request for p in generating], [p.request for p in paused])
 
     def finish(self, requests: Sequence[Job], computed: bool = True) -> None:
@@ -189,9 +196,8 @@ class Scheduler(Generic[Job]):
                 self.kv_cache.commit(request_id, progress.context[: progress.cached])
         self._uncommitted.clear()
 
-    def _fill(self, budget: int, may_admit: bool) -> list[ContextChunk[Job]]:
+    def _fill(self, filling: list[Progress[Job]], budget: int, may_admit: bool) -> list[ContextChunk[Job]]:
         """Prompts for the rest of a step: those begun, then as many of the waiting line as get some of it."""
-        filling = [p for p in self.capacity.running.values() if p.remaining > 0]
         left = budget - sum(map(self._claim, filling))
         may_admit = may_admit and self.capacity.accepts_new
         while may_admit and self.waiting and left > 0 and len(self.capacity.running) < self._most_running:
