@@ -57,7 +57,8 @@ class ScaleAudit:
             if rows:
                 found = sorted({row.finding for row in rows} - {""})
                 low, high = min(row.low for row in rows), max(row.high for row in rows)
-                lines.append(f"{kind:<14} {len(rows):>7} {low:>10.4g} {high:>10.4g}  {'; '.join(found) or 'plausible'}")
+                verdict = "; ".join(found) or ("all 1.0, see below" if (low, high) == (1.0, 1.0) else "plausible")
+                lines.append(f"{kind:<14} {len(rows):>7} {low:>10.4g} {high:>10.4g}  {verdict}")
         return "\n".join([*lines, *self.problems])
 
 
@@ -134,15 +135,16 @@ def _all_one(rows: list[ScaleRow], cache: object) -> list[str]:
     for kind, found in groups.items():
         if any((row.low, row.high) != (1.0, 1.0) for row in found):
             continue
-        text = f"all {len(found)} scales of {kind} are exactly 1.0: not "
+        text = f"all {len(found)} scales of {kind} are exactly 1.0: "
         if kind == "the KV cache" and cache == "FP8":
             text += (
-                "measured, or measured below 1.0 and clamped (ModelOpt writes no smaller FP8 scale). Harmless while "
-                "keys and values stay within ±448; look at what calibration printed"
+                "this file cannot say why. Either the largest keys and values were measured and lie below 448 (ModelOpt then "
+                "writes 1.0, its smallest FP8 scale), which is fine; or they were never measured. Look at keys and values, or at "
+                "what calibration printed"
             )
         elif kind == "the KV cache":
-            text += "measured (an INT8 scale is amax / 127 and is not clamped); quantize the model again"
+            text += "not measured (an INT8 scale is amax / 127 and is not clamped); quantize the model again"
         else:
-            text += "calibrated; quantize the model again with quantize.py"
+            text += "not calibrated; quantize the model again with quantize.py"
         problems.append(text)
     return problems
