@@ -89,12 +89,15 @@ def test_requests_next_to_each_other_differ_in_colour_and_pattern() -> None:
 
 
 def test_expected_blocks_are_stacked_under_the_reported_ones() -> None:
-    figure = kv_pool.used_blocks({0: [1, 2, 0], 1: [0, 1, 1]}, [1, 3, 1], pool=8)
+    figure = kv_pool.used_blocks({0: [1, 2, 0], 1: [0, 1, 1]}, [1, 3, 1], pool=4)
     axes = figure.axes[0]
     assert list(axes.lines[0].get_ydata()) == [1, 3, 1]
-    assert {text.get_text() for text in axes.texts} == {"1", "2", "the pool: 8 blocks"}
+    assert {text.get_text() for text in axes.texts} == {"1", "2", "the pool: 4 blocks"}
     top = max(path.vertices[:, 1].max() for area in axes.collections for path in area.get_paths())
     assert top == 3
+    far = kv_pool.used_blocks({0: [1, 2, 0]}, [1, 2, 0], pool=64).axes[0]
+    assert "the pool: 64 blocks, far above" in {text.get_text() for text in far.texts}
+    assert far.get_ylim()[1] < 64 and len(far.lines) == 1
 
 
 def test_a_pause_is_marked_where_it_happened() -> None:

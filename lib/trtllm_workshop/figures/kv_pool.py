@@ -72,9 +72,16 @@ def used_blocks(expected: Mapping[int, Sequence[int]], measured: Sequence[int], 
                 axes.text(middle + 1, height, str(request + 1), ha="center", va="center", fontsize=s.SMALL, bbox=plate)
             bottom = tops
         axes.plot(places, measured, "o", color=s.BLACK, markersize=5, label="reported by get_stats()", zorder=4)
-        axes.axhline(pool, color=s.RED, linestyle="--", linewidth=2)
-        axes.text(1, pool, f"the pool: {pool} blocks", va="bottom", fontsize=s.SMALL)
-        axes.set_ylim(0, 1.15 * pool)
+        highest = max([1, *measured, *bottom])
+        if pool < 2 * highest:
+            axes.axhline(pool, color=s.RED, linestyle="--", linewidth=2)
+            axes.text(1, pool, f"the pool: {pool} blocks", va="bottom", fontsize=s.SMALL)
+            highest = max(pool, highest)
+        else:
+            axes.text(1, 1.3 * highest, f"the pool: {pool} blocks, far above", va="center", fontsize=s.SMALL)
+            highest *= 1.2
+        axes.set_ylim(0, 1.15 * highest)
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_xlim(0.5, max(2, len(measured)) + 0.5)
         axes.set_xlabel("step (iteration) of the engine")
         axes.set_ylabel("KV-cache blocks in use")

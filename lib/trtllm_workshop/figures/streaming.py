@@ -85,7 +85,7 @@ def _span(axes: Any, span: Span, begin: float, longest: float) -> None:
         (span.first, span.end, GENERATION, ""),
     ):
         axes.barh(span.slot, end - start, 0.72, left=start - begin, color=colour, hatch=hatch, edgecolor=s.INK)
-    if span.end - span.first > 0.02 * longest:
+    if span.end - span.first > 0.013 * longest:
         middle = (span.first + span.end) / 2 - begin
         axes.text(middle, span.slot, str(span.request + 1), ha="center", va="center", fontsize=s.SMALL)
 
@@ -147,6 +147,7 @@ def gaps(panels: Mapping[str, tuple[Mapping[str, Stream], Stream]]) -> Any:
             axes.set_title(title, fontsize=s.NORMAL)
             axes.set_xlabel("seconds since the first request")
             axes.set_ylim(bottom=0)
+            axes.set_xlim(left=0)
             s.grid(axes, "both")
         grid[0][0].set_ylabel("time before a token in ms")
         marks, words = grid[0][0].get_legend_handles_labels()
