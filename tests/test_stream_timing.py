@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtllm_workshop.stream_timing import Stream, busy_share, slot_spans, throughput
 
@@ -33,6 +33,7 @@ def test_P115_one_token_has_no_time_between_tokens() -> None:
     assert two.seconds_per_token == pytest.approx(0.2)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.001, 5), st.integers(1, 4)), min_size=1, max_size=40))
 def test_the_first_token_and_the_time_between_add_up_to_the_whole(steps: list[tuple[float, int]]) -> None:
     moments = list(itertools.accumulate(gap for gap, _ in steps))
@@ -83,6 +84,7 @@ def run(lengths: list[int], slots: int, static: bool, jitter: float = 0.0) -> tu
     return [Stream.of(0.0, [(m, i + 1) for i, m in enumerate(of)]) for of in moments.values()], admitted
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(2, 12), min_size=1, max_size=14), st.integers(1, 5), st.booleans(), st.sampled_from([0, 0.04])
 )

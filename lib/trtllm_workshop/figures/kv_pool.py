@@ -72,7 +72,7 @@ def used_blocks(expected: Mapping[int, Sequence[int]], measured: Sequence[int], 
                 axes.text(middle + 1, height, str(request + 1), ha="center", va="center", fontsize=s.SMALL, bbox=plate)
             bottom = tops
         axes.plot(places, measured, "o", color=s.BLACK, markersize=5, label="reported by get_stats()", zorder=4)
-        highest = max([1, *measured, *bottom])
+        highest: float = max([1, *measured, *bottom])
         if pool < 2 * highest:
             axes.axhline(pool, color=s.RED, linestyle="--", linewidth=2)
             axes.text(1, pool, f"the pool: {pool} blocks", va="bottom", fontsize=s.SMALL)
