@@ -22,6 +22,8 @@ class WindowStream:
         limit: tokens that are held back at most. After that all but the last U+FFFD is taken for final.
     """
 
+    _seam: list[str]
+
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int], limit: int) -> None:
         self._decode, self._limit = decode, limit
         count = CONTEXT
@@ -42,7 +44,7 @@ class WindowStream:
     def _set_before(self) -> None:
         self._before = self._decode(self._ids)
         self._context, self._waiting = len(self._ids), 0
-        self._seam: list[str] = []
+        self._seam = []
 
     def _known(self, after: str) -> int:
         """How many characters of the window's text were there before."""
@@ -71,8 +73,8 @@ class WindowStream:
 
     def _take(self, after: str) -> str:
         piece = after[self._known(after) :]
-        if piece:  # the tokens that made it are the next context
-            self._ids = self._ids[self._context :]
+        if piece:  # the tokens that made it are the next context, with the prompt's while they share a character
+            self._ids = self._ids[0 if self._seam else self._context :]
             self._set_before()
         return piece
 
