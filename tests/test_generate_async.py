@@ -200,12 +200,11 @@ def test_an_engine_that_fails_tells_everybody_who_waits(llm, monkeypatch):
 
 def test_shutdown_ends_the_thread_and_what_still_runs(engines):
     llm = LLM(engines.engine(), tokenizer=str(engines.hf()), kv_cache_config=KvCacheConfig(max_tokens=400))
-    before = threading.active_count()
     output = llm.generate_async(prompt_of(20), free_running(130))
-    assert threading.active_count() == before + 1
-    executor = llm._executor
+    executor, thread = llm._executor, llm._loop._thread
+    assert thread in threading.enumerate()
     llm.shutdown()
-    assert threading.active_count() == before and executor.kv_cache.stats().usedNumBlocks == 0
+    assert thread not in threading.enumerate() and executor.kv_cache.stats().usedNumBlocks == 0
     assert output.result(5).aborted()
     with pytest.raises(RuntimeError, match="shut down"):
         llm.generate_async(TEXT)
@@ -213,12 +212,13 @@ def test_shutdown_ends_the_thread_and_what_still_runs(engines):
 
 
 def test_a_forgotten_llm_ends_its_thread(engines):
-    before = threading.active_count()
     llm = LLM(engines.engine(), tokenizer=str(engines.hf()), kv_cache_config=KvCacheConfig(max_tokens=400))
     llm.generate_async(prompt_of(5), free_running(3)).result(20)
+    thread = llm._loop._thread
+    assert thread in threading.enumerate()
     del llm
     gc.collect()
-    assert threading.active_count() == before
+    assert thread not in threading.enumerate()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from trtllm_workshop.reference.kv_cache import KvCacheManager
 from trtllm_workshop.reference.kv_pool import KvPool
 from trtllm_workshop.reference.request import Request
 from trtllm_workshop.reference.scheduler import ScheduledBatch, Scheduler
-from trtllm_workshop.reference.step_inputs import pack
+from trtllm_workshop.reference.step_inputs import BlockTables, pack
 
 
 @dataclass
@@ -73,6 +73,7 @@ class StepRunner:
 
     def __init__(self, engine: Engine, pool: KvPool, kv_cache: KvCacheManager, scheduler: Scheduler[Request]) -> None:
         self._engine, self._pool, self._kv_cache, self._scheduler = engine, pool, kv_cache, scheduler
+        self._tables = BlockTables()
         self._graphs: GenerationGraphs | None = None
         if can_capture(engine):
             most_blocks = kv_cache.blocks_for(engine.build_config["max_seq_len"])
@@ -99,7 +100,7 @@ class StepRunner:
         newest = {}
         if before is not None:
             newest = {request_id: row_reference(row) for request_id, row in before.row_of.items()}
-        inputs = pack(batch, self._kv_cache, self._scheduler.tokens_in_cache, newest, self._engine.device)
+        inputs = pack(batch, self._kv_cache, self._scheduler.tokens_in_cache, newest, self._tables, self._engine.device)
         ids, *rest = inputs.tensors
         if before is not None:
             ids = resolve_tokens(ids, before.device_tokens)
