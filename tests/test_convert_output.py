@@ -71,7 +71,7 @@ def test_output_folders_that_are_not_overwritten(source, tmp_path):
     refused(source, source, "--output_dir", "Hugging Face model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")
-    refused(source, tmp_path / "notes", "not overwritten")
+    refused(source, tmp_path / "notes", "already holds files, which are not overwritten", "empty this one")
     target = convert(source, tmp_path / "out").folder
     (target / "thesis.txt").write_text("years of work")
     refused(source, target, "thesis.txt", "did not make")

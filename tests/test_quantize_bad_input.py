@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tiny_models import edit_config, tiny_model
 from trtllm_workshop.reference import quantize as module
 from trtllm_workshop.reference import quantize_checks as checks
-from trtllm_workshop.reference.quantize_cli import main
+from trtllm_workshop.reference.quantize_cli import main, make_parser
 from trtllm_workshop.reference.quantize_output import verify_quantized
 
 pytest.importorskip("modelopt")
@@ -157,6 +157,40 @@ def test_a_tokenizer_that_cannot_be_read(data, tmp_path):
     refused(model, tmp_path / "out", data, "tokenizer cannot be loaded")
 
 
+def test_a_folder_without_a_tokenizer(data, tmp_path):
+    model = tiny_model(tmp_path / "hf", "llama-gqa", dtype="bfloat16")
+    for file in [*model.glob("tokenizer*"), *model.glob("vocab*")]:
+        if file.name != "tokenizer_config.json":
+            file.unlink()
+    refused(model, tmp_path / "out", data, f"{model} has no tokenizer (tokenizer.json or tokenizer.model)")
+
+
+def test_a_name_of_the_hub_is_no_folder(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = "org/some-model is not there", "Hub is not enough", "nothing is downloaded", "lesson 01"
+    refused(Path("org/some-model"), tmp_path / "out", data, *words)
+
+
+def test_an_output_that_no_folder_can_be_made_at(source, data, tmp_path, monkeypatch, capsys):
+    def mkdir(self, *_, **__):
+        raise FileNotFoundError(2, "No such file or directory", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    target = tmp_path / "out"
+    arguments = ["--model_dir", source, "--output_dir", target, "--device", "cpu", "--calib_dataset", data]
+    assert main([*map(str, arguments), "--qformat", "fp8"]) == 1
+    said = capsys.readouterr().err
+    assert f"--output_dir {target} cannot be written: no such file or directory; choose another" in said
+    assert "probe" not in said
+
+
+def test_an_error_that_is_not_about_the_output_stays(tmp_path):
+    from trtllm_workshop.reference.output_errors import output_error
+
+    error = FileNotFoundError(2, "No such file or directory", str(tmp_path / "input"))
+    assert output_error(error, "--output_dir", tmp_path / "out") == str(error)
+
+
 # Flags ---------------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +211,21 @@ def test_flags_are_refused_by_name(source, tmp_path, capsys, flags, said):
     with pytest.raises(SystemExit) as stop:
         main(["--model_dir", str(source), "--output_dir", str(tmp_path / "out"), *flags])
     assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_help_says_what_every_flag_does(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and "writes a quantized TensorRT-LLM checkpoint" in text
+    for said in (
+        "checkpoint (default: exported_model)",
+        "full_prec here",
+        "(default: cnn_dailymail)",
+        "(default: 512)",
+    ):
+        assert said in text
+    assert all(action.help for action in make_parser()._actions)
 
 
 def test_official_defaults_of_flags_without_meaning_pass(source, tmp_path):

@@ -43,8 +43,10 @@ def test_P76_the_limit_cuts_and_the_average_is_the_real_one(tmp_path):
     assert ids[1] == tokenizer(texts[1])["input_ids"][:512]
     average = (lengths[0] + 512 + 512) / 3
     text = "\n".join(said)
-    assert f"average {average:.1f}" in text and "2 cut to 512" in text and "2 of 3 texts are longer than 512" in text
-    assert f"{512 - lengths[0]} padding tokens" in text and found.tokens == lengths[0] + 1024
+    assert f"average {average:.1f}" in text and text.count("512 tokens") == 1
+    assert "2 of 3 texts are longer than 512 tokens and were cut" in text
+    assert f"1 batch with {512 - lengths[0]} padding tokens" in text and found.tokens == lengths[0] + 1024
+    assert "is little" not in text
 
 
 def test_P76_the_model_sees_no_more_than_the_limit(source, data, tmp_path, monkeypatch):
@@ -84,6 +86,61 @@ def test_broken_sets_are_named(source, tmp_path, content, said):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text(content)
     refused(source, tmp_path / "out", tmp_path / "set", "--calib_dataset", said)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ('{"id": "7", "body": "a letter"}\n', ("'id', 'body'", "rename the column with the texts to 'text'")),
+        ('{"text": 12}\n', ("line 1: the text is 12", "rename the column")),
+        ('{"text": "a"}\n{"body": "b"}\n', ("line 2 has no column 'text'", "rename the column")),
+    ],
+)
+def test_the_advice_on_columns_is_one_that_the_command_line_can_follow(source, tmp_path, rows, said):
+    (tmp_path / "train.jsonl").write_text(rows)
+    refused(source, tmp_path / "out", tmp_path, *said)
+    with pytest.raises(QuantizeError) as error:
+        load_calibration(tmp_path, tiny_tokenizer(), 8, 64, 1, print)
+    assert "field" not in str(error.value)
+
+
+def said_about(path, name=None):
+    lines = []
+    load_calibration(path, tiny_tokenizer(), 1, 64, 1, lines.append)
+    assert lines[0].startswith("calibration texts: ")
+    return lines[0], [line for line in lines if "own quantize.py" in line]
+
+
+def test_what_was_read_is_said_and_what_the_official_script_would_read(tmp_path):
+    """tensorrt_llm/quantization/quantize_by_modelopt.py: a folder's train split, column text; article for cnn_dailymail."""
+    plain = calibration_set(tmp_path / "plain", ["hello"])
+    assert said_about(plain) == (f"calibration texts: {plain / 'train.jsonl'}, column 'text'", [])
+    origin, (warning,) = said_about(plain / "train.jsonl")
+    assert "column 'text'" in origin and "takes a folder, not a file" in warning
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "train.jsonl").write_text('{"content": "first", "prompt": "second"}\n')
+    origin, (warning,) = said_about(other)
+    assert origin.endswith("column 'content'") and "reads the column 'text', not 'content'" in warning
+    news = calibration_set(tmp_path / "cnn_dailymail", ["hello"])
+    assert "reads the column 'article' of a path with cnn_dailymail" in said_about(news)[1][0]
+    (news / "train.jsonl").write_text('{"article": "hello"}\n')
+    assert said_about(news)[1] == []
+    (other / "train.jsonl").write_text('"bare"\n')
+    assert "these rows have no columns" in said_about(other)[1][0]
+    (other / "train.jsonl").unlink()
+    (other / "train.txt").write_text("one line\nanother\n")
+    assert said_about(other) == (f"calibration texts: {other / 'train.txt'}, one text a line", [])
+
+
+def test_little_text_is_said(tmp_path):
+    few = calibration_set(tmp_path / "few", ["hello"])
+    said = []
+    data = load_calibration(few, tiny_tokenizer(), 1, 64, 1, said.append)
+    assert any(f"{data.tokens} token" in line and "is little" in line for line in said)
+    many = calibration_set(tmp_path / "many", [words(400)] * 4)
+    load_calibration(many, tiny_tokenizer(), 4, 400, 1, said.append)
+    assert sum("is little" in line for line in said) == 1
 
 
 @pytest.mark.parametrize("name", ["cnn_dailymail", "abisee/cnn_dailymail", "/nowhere/texts"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trtllm_workshop.text_dataset import TextDatasetError, load_prompts, load_texts
+from trtllm_workshop.text_dataset import TextDatasetError, WrongColumn, load_prompts, load_texts, read_texts
 
 
 def jsonl(path: Path, rows: list) -> Path:
@@ -59,6 +59,36 @@ def test_P71_unknown_columns_are_listed_and_the_field_asked_for(tmp_path):
     assert load_texts(file, field="Antwort") == ["two"]
     with pytest.raises(TextDatasetError, match="no column 'answer'; its columns are 'Frage', 'Antwort'"):
         load_texts(file, field="answer")
+
+
+def test_the_column_that_is_proposed_is_the_longest_text(tmp_path):
+    file = jsonl(tmp_path / "x.jsonl", [{"id": "0017", "body": "a whole letter", "year": 2024}])
+    with pytest.raises(WrongColumn, match=r'field="body"') as error:
+        load_texts(file)
+    assert "'id', 'body', 'year'" in error.value.problem and "field" not in error.value.problem
+
+
+def test_the_origin_of_the_texts(tmp_path):
+    found = read_texts(jsonl(tmp_path / "a.jsonl", [{"text": "t", "prompt": "p"}]))
+    assert (found.texts, found.column, found.origin) == (["t"], "text", f"{tmp_path / 'a.jsonl'}, column 'text'")
+    assert read_texts(tmp_path / "a.jsonl", field="prompt").origin.endswith("column 'prompt'")
+    (tmp_path / "b.txt").write_text("one\ntwo\n")
+    assert read_texts(tmp_path / "b.txt").origin == f"{tmp_path / 'b.txt'}, one text a line"
+    jsonl(tmp_path / "train" / "a.jsonl", ["x"] * 3)
+    jsonl(tmp_path / "train" / "b.jsonl", ["y"])
+    (tmp_path / "a.jsonl").unlink(), (tmp_path / "b.txt").unlink()
+    both = read_texts(tmp_path)
+    assert both.column is None and both.origin == f"{tmp_path / 'train' / 'a.jsonl'} and 1 more file, one text a row"
+    assert read_texts(tmp_path, limit=3).files == (tmp_path / "train" / "a.jsonl",), "the second file was not needed"
+
+
+def test_a_broken_line_has_one_line_number(tmp_path):
+    file = jsonl(tmp_path / "x.jsonl", [{"text": "a"}])
+    file.write_text(file.read_text() + '{"text": "b')
+    with pytest.raises(TextDatasetError) as error:
+        load_texts(file)
+    assert "line 2 is not JSON (Unterminated string starting at column 10)" in str(error.value)
+    assert "line 1" not in str(error.value), "json's own line number, that of a file with one line"
 
 
 def test_prompts(tmp_path):

@@ -47,6 +47,11 @@ _KIND_NAMES = {
     "unknown": "no folder that this course knows",
 }
 _NEXT_STEP = {
+    (
+        "missing",
+        "hf",
+    ): "check the path. A name on the Hugging Face Hub is not enough, as nothing is downloaded at this step: "
+    "give the folder of the downloaded model (lesson 01 makes it)",
     ("hf", "checkpoint"): "run conversion first: convert_checkpoint.py --model_dir {path} --output_dir CHECKPOINT",
     ("hf", "engine"): "run conversion first (convert_checkpoint.py), then trtllm-build, and give the engine folder",
     ("checkpoint", "engine"): "build it first: trtllm-build --checkpoint_dir {path} --output_dir ENGINE",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from trtllm_workshop.command_facts import Command, Flag, command
@@ -93,9 +93,16 @@ class _SwitchPair(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.negative)
 
 
-def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
+def _help(flag: Flag, text: str) -> str:
+    """The line of --help: `text`, and the default where it is a value that the user could have written."""
+    plain = flag.default is not None and not (flag.is_switch or flag.required or flag.positional)
+    shown = f"(default: {flag.default})" if plain and not flag.absent_unless_given else ""
+    return " ".join(part for part in (text, shown) if part).replace("%", "%%")
+
+
+def _add(parser: argparse.ArgumentParser, flag: Flag, text: str) -> None:
     default = argparse.SUPPRESS if flag.absent_unless_given else flag.default
-    common: dict[str, Any] = {"default": default, "help": (flag.note or "").replace("%", "%%")}
+    common: dict[str, Any] = {"default": default, "help": _help(flag, text)}
     if flag.positional:
         parser.add_argument(flag.dest, metavar=flag.name, type=converter(flag), help=common["help"])
         return
@@ -162,12 +169,15 @@ def _refuse_unknown(
     parser.error(f"unrecognized arguments: {given[position]}: {hint}")
 
 
-def add_arguments(parser: argparse.ArgumentParser, name: str, names: Iterable[str]) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, name: str, names: Iterable[str], helps: Mapping[str, str] | None = None
+) -> None:
     """Add the flags `names` of the official command `name` to `parser`, and refuse all others with a remedy.
 
     Call it once per parser. `names` are official spellings (``--model_dir``, also without dashes, or a positional
-    such as ``MODEL``); a name that is not official raises KeyError. Refusals end the process with code 2 and argparse's
-    own form ``prog: error: …``. Abbreviated flags are switched off, because they make typing errors pass.
+    such as ``MODEL``); a name that is not official raises KeyError. `helps` gives flags (by main spelling) their line of
+    --help; others show the recorded note. Refusals end the process with code 2 and argparse's own form
+    ``prog: error: …``. Abbreviated flags are switched off, because they make typing errors pass.
     """
     entry = command(name)
     parser.allow_abbrev = False
@@ -179,14 +189,16 @@ def add_arguments(parser: argparse.ArgumentParser, name: str, names: Iterable[st
         wanted.append(flag)
     for flag in entry.flags.values():
         if flag in wanted:
-            _add(parser, flag)
+            _add(parser, flag, (helps or {}).get(flag.name) or flag.note or "")
         else:
             _add_refused(parser, flag)
     _explain_unknown_flags(parser, entry)
 
 
-def command_parser(name: str, names: Iterable[str], description: str | None = None) -> argparse.ArgumentParser:
+def command_parser(
+    name: str, names: Iterable[str], description: str | None = None, helps: Mapping[str, str] | None = None
+) -> argparse.ArgumentParser:
     """A parser for the official command `name` that accepts the flags `names`; see `add_arguments`."""
     parser = argparse.ArgumentParser(prog=command(name).program, description=description, allow_abbrev=False)
-    add_arguments(parser, name, names)
+    add_arguments(parser, name, names, helps)
     return parser

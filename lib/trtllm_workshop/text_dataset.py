@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from trtllm_workshop.safetensors_file import lfs_pointer_size
 
-# In the order in which they are looked for: the columns of common public sets. quantize.py itself reads only `text` from
-# a local folder, and `article` from cnn_dailymail (ModelOpt 0.37, dataset_utils.py).
+# In the order in which they are looked for: the columns of common public sets.
 TEXT_FIELDS = ("text", "messages", "conversations", "article", "document", "content", "prompt")
 PROMPT_FIELDS = ("prompt", "messages", "conversations", "question", "instruction", "text")
 _READABLE = (".jsonl", ".json", ".txt")
@@ -33,8 +33,48 @@ class TextDatasetError(ValueError):
     """A text set that cannot be read; the message names the file, the line or the columns, and what to do."""
 
 
+class WrongColumn(TextDatasetError):
+    """The text is not where it was looked for. `problem` is the message without the advice to name another `field`,
+    for callers whose users cannot name one."""
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(f"{problem}: {advice}")
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """Texts and where they came from.
+
+    Attributes:
+        texts: in file order.
+        files: the files that were read from, in order.
+        column: the column that holds the texts; None when the rows are bare strings or lines.
+    """
+
+    texts: list[str]
+    files: tuple[Path, ...]
+    column: str | None
+
+    @property
+    def origin(self) -> str:
+        """For a message: `a/train.jsonl, column 'text'`, or how a file without columns was read."""
+        others = len(self.files) - 1
+        more = f" and {others} more file{'' if others == 1 else 's'}" if others else ""
+        if self.column is not None:
+            how = f"column {self.column!r}"
+        else:
+            how = "one text a line" if self.files[0].suffix == ".txt" else "one text a row"
+        return f"{self.files[0]}{more}, {how}"
+
+
 def load_texts(source: str | Path, field: str | None = None, limit: int | None = None) -> list[str]:
-    """The texts of a file or folder, in file order, at most `limit` of them.
+    """The texts of a file or folder, in file order, at most `limit` of them; see `read_texts`."""
+    return read_texts(source, field, limit).texts
+
+
+def read_texts(source: str | Path, field: str | None = None, limit: int | None = None) -> TextSet:
+    """The texts of a file or folder, in file order, at most `limit` of them, and where they stood.
 
     `field` names the column; without it, the first of TEXT_FIELDS that the first row has is taken. A column of chat
     messages becomes one text: the messages' contents, with an empty line between them. Raises TextDatasetError.
@@ -45,7 +85,7 @@ def load_texts(source: str | Path, field: str | None = None, limit: int | None =
 def load_prompts(source: str | Path, field: str | None = None, limit: int | None = None) -> list[str]:
     """What a user says first, one text a row: like load_texts, with PROMPT_FIELDS, and of chat messages the first of
     the user. Raises TextDatasetError."""
-    return _load(source, field, limit, PROMPT_FIELDS, _first_of_user)
+    return _load(source, field, limit, PROMPT_FIELDS, _first_of_user).texts
 
 
 def _load(
@@ -54,18 +94,20 @@ def _load(
     limit: int | None,
     fields: tuple[str, ...],
     from_messages: Callable[[list[Any], str], str],
-) -> list[str]:
+) -> TextSet:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise TextDatasetError(f"limit is {limit!r}: give a whole number of texts from 1, or None for all of them")
     texts: list[str] = []
+    files: dict[Path, None] = {}
     column = field
-    for place, row in islice(_rows(Path(source)), limit):
+    for file, place, row in islice(_rows(Path(source)), limit):
+        files[file] = None
         if isinstance(row, dict):
             column = column or _column(row, fields, place)
             if column not in row:
-                raise TextDatasetError(
-                    f"{place} has no column {column!r}; its columns are {_listed(row)}: "
-                    + ("name one of these as field" if field else "every row needs the same one, or name it as field")
+                raise WrongColumn(
+                    f"{place} has no column {column!r}; its columns are {_listed(row)}",
+                    "name one of these as field" if field else "every row needs the same one, or name it as field",
                 )
             value = row[column]
         else:
@@ -75,16 +117,17 @@ def _load(
         texts.append(_checked(value, place))
     if not texts:
         raise TextDatasetError(f"{source} holds no rows: it needs at least one text")
-    return texts
+    return TextSet(texts, tuple(files), column)
 
 
 def _column(row: dict[str, Any], fields: tuple[str, ...], place: str) -> str:
     for name in fields:
         if name in row:
             return name
-    raise TextDatasetError(
-        f"{place}: none of the columns {_listed(row)} is known to hold the text (looked for {', '.join(fields)}): "
-        f'name it, for example field="{next(iter(row), "text")}"'
+    likely = max(row, key=lambda name: len(row[name]) if isinstance(row[name], str) else 0, default="text")
+    raise WrongColumn(
+        f"{place}: none of the columns {_listed(row)} is known to hold the text (looked for {', '.join(fields)})",
+        f'name it, for example field="{likely}"',
     )
 
 
@@ -94,7 +137,7 @@ def _listed(row: dict[str, Any]) -> str:
 
 def _checked(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise TextDatasetError(f"{place}: the text is {value!r:.60}, expected a string: name another column as field")
+        raise WrongColumn(f"{place}: the text is {value!r:.60}, expected a string", "name another column as field")
     if not value.strip():
         raise TextDatasetError(f"{place}: the text is empty: delete the row or fill it")
     if any("\ud800" <= character <= "\udfff" for character in value):
@@ -130,12 +173,13 @@ def _first_of_user(messages: list[Any], place: str) -> str:
     raise TextDatasetError(f"{place}: no message has the role user: delete the row, or name another column as field")
 
 
-def _rows(source: Path) -> Iterator[tuple[str, Any]]:
-    """(place for messages, value) of every row, read lazily file by file."""
+def _rows(source: Path) -> Iterator[tuple[Path, str, Any]]:
+    """(file, place for messages, value) of every row, read lazily file by file."""
     for file in _files(source):
         text = _read(file)
         if file.suffix == ".json":
-            yield from _json_rows(file, text)
+            for place, row in _json_rows(file, text):
+                yield file, place, row
             continue
         # Not splitlines(): it also cuts at U+2028 and U+0085, which are legal inside a JSON string.
         for number, line in enumerate(text.split("\n"), 1):
@@ -143,15 +187,22 @@ def _rows(source: Path) -> Iterator[tuple[str, Any]]:
                 continue
             place = f"{file}, line {number}"
             if file.suffix == ".txt":
-                yield place, line.rstrip("\r")
+                yield file, place, line.rstrip("\r")
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise TextDatasetError(f"{place} is not JSON ({error}): mend or delete the line") from error
+                raise TextDatasetError(f"{place} is not JSON ({_fault(error)}): mend or delete the line") from error
             if not isinstance(row, dict | str):
                 raise TextDatasetError(f"{place} is {row!r:.60}, expected an object with columns, or a string")
-            yield place, row
+            yield file, place, row
+
+
+def _fault(error: ValueError | RecursionError) -> str:
+    """What json says about one line, without its line number: that one is always 1."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    return str(error)
 
 
 def _json_rows(file: Path, text: str) -> Iterator[tuple[str, Any]]:

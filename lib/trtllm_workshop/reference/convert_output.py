@@ -28,10 +28,12 @@ def check_target(target: Path) -> None:
     if kind in ("missing", "empty"):
         return
     if kind != "checkpoint":
-        what = (
-            "a file" if target.is_file() else {"hf": "a Hugging Face model", "engine": "an engine"}.get(kind, "files")
+        if target.is_file():
+            raise ConversionError(f"--output_dir {target} is a file, which is not overwritten: choose a folder")
+        what = {"hf": "a Hugging Face model, which is", "engine": "an engine, which is"}.get(kind, "files, which are")
+        raise ConversionError(
+            f"--output_dir {target} already holds {what} not overwritten: choose another folder, or empty this one"
         )
-        raise ConversionError(f"--output_dir {target} already holds {what}, which is not overwritten: choose another")
     strangers = sorted(entry.name for entry in target.iterdir() if not _OWN_FILES.fullmatch(entry.name))
     if strangers:
         raise ConversionError(

@@ -22,11 +22,17 @@ _REASONS = {
 
 
 def output_error(error: OSError, flag: str, output: str | Path) -> str:
-    """One sentence: the flag, its value, why it cannot be written, and the remedy; other errors stay as they are."""
+    """One sentence: the flag, its value, why it cannot be written, and the remedy.
+
+    Errors of another kind stay as they are, unless they are about the output's own path.
+    """
     reason = _REASONS.get(error.errno or 0)
+    elsewhere = not error.filename or Path(error.filename).resolve() != Path(output).resolve()
     if reason is None:
-        return str(error)
-    place = f" ({error.filename})" if error.filename and str(error.filename) != str(output) else ""
+        if elsewhere:
+            return str(error)
+        reason = (error.strerror or type(error).__name__).lower()
+    place = f" ({error.filename})" if error.filename and elsewhere else ""
     return f"{flag} {output} cannot be written: {reason}{place}; choose another {flag}"
 
 

@@ -21,7 +21,13 @@ from trtllm_workshop.reference import quantize_checks as checks
 from trtllm_workshop.reference.convert import choose_dtype, hf_spec
 from trtllm_workshop.reference.convert_output import check_space, check_target, clear_leftovers, replacing
 from trtllm_workshop.reference.convert_plan import Sharding, check_sharding
-from trtllm_workshop.reference.quantize_data import DEFAULT_DATASET, CalibrationData, find_dataset, load_calibration
+from trtllm_workshop.reference.quantize_data import (
+    DEFAULT_DATASET,
+    CalibrationData,
+    counted,
+    find_dataset,
+    load_calibration,
+)
 from trtllm_workshop.reference.quantize_formats import (
     AWQ_CALIB_SIZE,
     KV_CACHE_DTYPES,
@@ -183,6 +189,7 @@ def _wo_note(form: Format) -> str:
 
 
 def _tokenizer(folder: Path) -> Any:
+    checks.check_tokenizer(folder)
     from transformers import AutoTokenizer
 
     try:
@@ -230,7 +237,7 @@ def _run_modelopt(
         mtq.quantize(model, config, loop)
     if loop.batches == 0:
         raise QuantizeError("the calibration loop never ran (0 batches), so no scale was measured: nothing is written")
-    say(f"calibrated with {loop.batches} batches in {time.monotonic() - loop.started:.1f} s")
+    say(f"calibrated with {counted(loop.batches, 'batch')} in {time.monotonic() - loop.started:.1f} s")
 
 
 @contextmanager

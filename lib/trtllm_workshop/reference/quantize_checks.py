@@ -42,14 +42,27 @@ def check_device(device: str) -> None:
         raise QuantizeError("--device cuda (the default) needs a CUDA GPU, and torch finds none here: add --device cpu")
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Raises QuantizeError for a model folder without a tokenizer, whose absence transformers reports as a riddle."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((folder / name).is_file() for name in names) and not any(folder.glob("*.tiktoken")):
+        raise QuantizeError(
+            f"{folder} has no tokenizer ({names[0]} or {names[1]}), and calibration needs one: copy it from the model's "
+            "page, or download the model again"
+        )
+
+
 def check_writable(target: Path) -> None:
-    """Raises OSError when no folder can be made where the target is to be; nothing is left behind."""
+    """Raises OSError, naming the target, when no folder can be made where it is to be; nothing is left behind."""
     place = target.parent
     while not place.exists():
         place = place.parent
     probe = place / f".{target.name}.probe-{os.getpid()}"
-    probe.mkdir()
-    probe.rmdir()
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:  # the probe's own name would tell the reader nothing
+        raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def memory_needed(spec: ModelSpec, device: str, tokens_per_batch: int) -> int:

@@ -15,29 +15,31 @@ from trtllm_workshop.reference.output_errors import exit_code
 from trtllm_workshop.reference.version import banner
 
 SCRIPT = "examples/quantization/quantize.py"
-IMPLEMENTED = (
-    "--model_dir",
-    "--output_dir",
-    "--device",
-    "--dtype",
-    "--qformat",
-    "--kv_cache_dtype",
-    "--calib_dataset",
-    "--calib_size",
-    "--calib_max_seq_length",
-    "--tokenizer_max_seq_length",
-    "--batch_size",
-    "--awq_block_size",
-    "--quantize_lm_head",
-    "--tp_size",
-    "--pp_size",
-    "--seed",
-)
+DESCRIPTION = "Calibrates a Hugging Face model with NVIDIA ModelOpt and writes a quantized TensorRT-LLM checkpoint."
+_HELPS = {
+    "--model_dir": "folder of the Hugging Face model, with its tokenizer",
+    "--output_dir": "folder for the checkpoint",
+    "--device": "where to calibrate; cuda when it is left out",
+    "--dtype": "type of everything that is not quantized; auto: that of the model",
+    "--qformat": "format of the weights: fp8, int4_awq, int8_wo, int4_wo or full_prec here; the others are refused",
+    "--kv_cache_dtype": "format of the KV cache; 16 bits when it is left out",
+    "--calib_dataset": "texts for calibration: a folder with train.jsonl, one {'text': ...} a line. Nothing is downloaded",
+    "--calib_size": "most texts that are read; int4_awq stops at 32",
+    "--calib_max_seq_length": "tokens after which a text is cut",
+    "--tokenizer_max_seq_length": "a second limit on a text's tokens; the smaller one counts",
+    "--batch_size": "texts in one forward pass; more than 1 measures padding as well",
+    "--awq_block_size": "input channels that share one scale, int4_awq only",
+    "--quantize_lm_head": "true quantizes the last layer as well, fp8 only",
+    "--tp_size": "tensor-parallel ranks, one file each",
+    "--pp_size": "pipeline stages; must divide the layers",
+    "--seed": "seed of random numbers",
+}
+IMPLEMENTED = tuple(_HELPS)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser with the official flags that the reference implements."""
-    return command_parser(SCRIPT, IMPLEMENTED, __doc__)
+    return command_parser(SCRIPT, IMPLEMENTED, DESCRIPTION, _HELPS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

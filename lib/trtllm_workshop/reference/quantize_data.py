@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_workshop.reference.quantize_formats import QuantizeError
-from trtllm_workshop.text_dataset import TextDatasetError, load_texts
+from trtllm_workshop.text_dataset import TextDatasetError, TextSet, WrongColumn, read_texts
 
 DEFAULT_DATASET = "cnn_dailymail"
+FEW_TOKENS = 1000  # about two pages: largest values that so little text shows are easily exceeded later
 _BUNDLED = Path(__file__).resolve().parents[3] / "datasets" / "calibration"  # only in a checkout of the course
 
 
@@ -59,9 +60,15 @@ class CalibrationData:
         lengths = sorted(map(len, self.samples))
         return (
             f"calibration data: {len(lengths)} texts, {self.tokens} tokens, average {self.tokens / len(lengths):.1f} "
-            f"and longest {lengths[-1]} (real tokens, padding not counted), {self.cut} cut to {self.limit} tokens, "
-            f"{self.batches} batches with {self.padding} padding tokens"
+            f"and longest {lengths[-1]} (real tokens, padding not counted), "
+            f"{counted(self.batches, 'batch')} with {counted(self.padding, 'padding token')}"
         )
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 batch`, `2 batches`, `0 padding tokens`."""
+    ending = "" if number == 1 else "es" if thing.endswith("ch") else "s"
+    return f"{number} {thing}{ending}"
 
 
 def find_dataset(name: str, say: Callable[[str], None]) -> Path:
@@ -91,7 +98,9 @@ def find_dataset(name: str, say: Callable[[str], None]) -> Path:
 def load_calibration(
     source: Path, tokenizer: Any, size: int, limit: int, batch_size: int, say: Callable[[str], None]
 ) -> CalibrationData:
-    """The first `size` texts of the set as token ids, each cut to `limit` tokens; what was cut or missing is said.
+    """The first `size` texts of the set as token ids, each cut to `limit` tokens.
+
+    Says which file and column was read, what was cut or missing, and what TensorRT-LLM's own script would not read.
 
     Raises QuantizeError for numbers below 1, for a set without tokens, and for a tokenizer that cannot pad a batch;
     TextDatasetError (a ValueError too) names what is wrong with the set.
@@ -100,9 +109,15 @@ def load_calibration(
         if value < 1:
             raise QuantizeError(f"{flag} is {value}: give 1 or more, or nothing is measured")
     try:
-        texts = load_texts(source, limit=size)
+        found = read_texts(source, limit=size)
+    except WrongColumn as error:
+        raise QuantizeError(f"--calib_dataset: {error.problem}: rename the column with the texts to 'text'") from error
     except TextDatasetError as error:
         raise QuantizeError(f"--calib_dataset: {error}") from error
+    texts = found.texts
+    say(f"calibration texts: {found.origin}")
+    if difference := _not_official(source, found):
+        say(f"warning: TensorRT-LLM's own quantize.py {difference}")
     if len(texts) < size:
         say(f"warning: --calib_size {size} asked for more than {source} holds: all {len(texts)} texts are used")
     encoded = [tokenizer(text, truncation=False, verbose=False)["input_ids"] for text in texts]
@@ -115,10 +130,35 @@ def load_calibration(
     data = CalibrationData(samples, limit, cut, batch_size, _pad_token(tokenizer, batch_size, say))
     say(str(data))
     if cut:
-        say(f"warning: {cut} of {len(samples)} texts are longer than {limit} tokens, their rest is not seen")
+        say(
+            f"warning: {cut} of {len(samples)} texts are longer than {limit} tokens and were cut: their rest is not seen"
+        )
+    if data.tokens < FEW_TOKENS:
+        say(
+            f"warning: {counted(data.tokens, 'token')} in all is little: values that later texts reach may be missing from "
+            "the scales; take more or longer texts"
+        )
     if data.padding:
         say("warning: padding tokens are measured like real ones (--batch_size 1 has none)")
     return data
+
+
+def _not_official(source: Path, found: TextSet) -> str:
+    """What TensorRT-LLM's quantize_by_modelopt.py would do otherwise with these texts; '' when it reads the same.
+
+    It reads the split `train` of a folder, with the column `article` when the path has `cnn_dailymail` in it, else `text`.
+    """
+    expected = "article" if DEFAULT_DATASET in str(source) else "text"
+    if source.is_file():
+        return f"takes a folder, not a file: put the texts into FOLDER/train.jsonl, column {expected!r}, for it"
+    if found.column is None:
+        return (
+            "" if found.files[0].suffix == ".txt" else f"reads the column {expected!r}, and these rows have no columns"
+        )
+    if found.column != expected:
+        reason = f" of a path with {DEFAULT_DATASET} in it" if expected == "article" else ""
+        return f"reads the column {expected!r}{reason}, not {found.column!r}: rename it for a GPU machine"
+    return ""
 
 
 def _pad_token(tokenizer: Any, batch_size: int, say: Callable[[str], None]) -> int | None:
