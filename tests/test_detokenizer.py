@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_tokenizers import KINDS, DecodeOnly, answer_text, full_text, metaspace_tokenizer, tokenizer_of
-from trtllm_workshop.reference.detokenizer import REPLACEMENT, IncrementalDetokenizer, find_stop
+from trtllm_workshop.reference.detokenizer import REPLACEMENT, IncrementalDetokenizer
 from trtllm_workshop.reference.token_bytes import TokenBytes
 
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
@@ -225,8 +225,3 @@ def test_P83_the_packaged_smollm2_tokenizer(smollm2, skip):
             assert "".join(pieces) == expected
             shown = "".join(pieces[:-1])
             assert expected.startswith(shown) and (ids in noise or REPLACEMENT not in shown)
-
-
-def test_the_first_of_several_stop_strings_counts():
-    assert find_stop("one two three", ["three", "two"]) == (4, "two")
-    assert find_stop("one two", ["", "four"]) is None and find_stop("", ["a"]) is None

@@ -18,7 +18,7 @@ from trtllm_workshop.reference.text_streams import REPLACEMENT, ByteFallbackStre
 from trtllm_workshop.reference.token_bytes import TokenBytes
 from trtllm_workshop.reference.window_stream import WindowStream
 
-__all__ = ["BYTE_RUN_LIMIT", "REPLACEMENT", "IncrementalDetokenizer", "find_stop"]
+__all__ = ["BYTE_RUN_LIMIT", "REPLACEMENT", "IncrementalDetokenizer"]
 
 BYTE_RUN_LIMIT = 48  # the longest emoji (two people with skin tones, joined) takes 35 bytes
 
@@ -80,9 +80,3 @@ class IncrementalDetokenizer:
         piece = self._stream.flush()
         self._shown.append(piece)
         return piece
-
-
-def find_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The first stop string in a text: (where it starts, which one), or None."""
-    hits = [(text.find(s), s) for s in stops if s and s in text]
-    return min(hits, key=lambda hit: hit[0]) if hits else None
