@@ -103,9 +103,9 @@ def test_every_layer_is_fused() -> None:
     module = cuda_kernels.optimize(graph(MODES["fp8"], "cpu")())
     for gone in (OPS.fp8_linear.default, OPS.gpt_attention.default, ATEN.rms_norm.default, ATEN.silu.default):
         assert calls(module, gone) == 0
-    assert calls(module, cuda_kernels.scaled_product) == 4 * layers
+    assert calls(module, cuda_kernels.product) == 3 * layers + 1
     assert calls(module, cuda_kernels.fused_attention) == layers
-    assert calls(module, cuda_kernels.silu_mul) == layers
+    assert calls(module, cuda_kernels.gated_product) == layers and calls(module, cuda_kernels.silu_mul) == 0
     # Norm, gate and attention round what the products read.
     assert calls(module, cuda_kernels.quantize) == 0
     assert calls(module, cuda_kernels.plan_step) == 1
@@ -116,10 +116,11 @@ def test_every_layer_is_fused() -> None:
 def test_without_quantization_the_same_is_fused() -> None:
     layers = spec().num_hidden_layers
     module = cuda_kernels.optimize(graph(MODES["plain"], "cpu")())
-    assert calls(module, ATEN.linear.default) == 4 * layers + 1
+    assert calls(module, cuda_kernels.product) == 3 * layers + 1
+    assert calls(module, ATEN.linear.default) == 0
     assert calls(module, cuda_kernels.add_rms_norm) == 2 * layers + 1
-    assert calls(module, cuda_kernels.silu_mul) == calls(module, cuda_kernels.fused_attention) == layers
-    assert calls(module, cuda_kernels.quantize) == calls(module, cuda_kernels.scaled_product) == 0
+    assert calls(module, cuda_kernels.gated_product) == calls(module, cuda_kernels.fused_attention) == layers
+    assert calls(module, cuda_kernels.quantize) == calls(module, cuda_kernels.silu_mul) == 0
 
 
 def test_no_weight_is_looked_up_before_it_is_needed() -> None:
@@ -262,6 +263,21 @@ class TestOnGpu:
         assert wanted.isfinite().all() and wanted.std() > 0.01
         assert float((got - wanted).norm() / wanted.norm()) < 0.02
         assert differing(again[3].view(torch.uint8), inputs[3].view(torch.uint8)) < 0.02
+
+    @pytest.mark.parametrize("name", ["plain", "fp8-kv8"])
+    def test_one_generation_request_alone(self, name: str) -> None:
+        """A single row: all products by the kernels made for it."""
+        make = graph(MODES[name], "cuda")
+        step, again = mixed_step(MODES[name], "cuda"), mixed_step(MODES[name], "cuda")
+
+        def last(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            ids, positions, _, pool, slots, tables, totals, *host = inputs
+            first = torch.zeros(1, dtype=torch.int64, device="cuda")
+            return ids[-1:], positions[-1:], first, pool, slots[-1:], tables[-1:], totals[-1:], *(t[-1:] for t in host)
+
+        wanted, got = make()(*last(step)).float(), cuda_kernels.optimize(make())(*last(again)).float()
+        assert wanted.isfinite().all() and wanted.std() > 0.01
+        assert float((got - wanted).norm() / wanted.norm()) < 0.02
 
     @pytest.mark.parametrize("quantized", [False, True])
     @pytest.mark.parametrize("read_back", [False, True])

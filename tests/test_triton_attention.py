@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    if "triton" in sys.modules:
-        pytest.skip("Triton was imported without its interpreter", allow_module_level=True)
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton")
+from triton_device import CUDA, DEVICE, TYPES, require_triton  # noqa: E402
+
+require_triton()
 
 from trtllm_workshop.reference import attention, triton_attention  # noqa: E402
 from trtllm_workshop.reference.fp8 import to_e4m3  # noqa: E402
 
-DEVICE = "cuda" if CUDA else "cpu"
-# The interpreter's products of bfloat16 are wrong.
-TYPES = ["float16", "bfloat16"] if CUDA else ["float16"]
 SIZES = [(8, 2, 64, 32), (6, 1, 128, 64), (4, 4, 16, 8)] + ([(32, 8, 128, 32), (32, 4, 64, 64)] if CUDA else [])
 LENGTHS = [1, 31, 32, 33, 64, 65, 130] + ([1000, 2047] if CUDA else [])
 # Rounding the result to 16 bits makes 2.8e-4 (float16) and 2.3e-3 (bfloat16), rounding the softmax's weights as much again.

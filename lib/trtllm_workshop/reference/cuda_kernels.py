@@ -7,6 +7,7 @@ activations many times over. `optimize` rewrites an engine's graph so that
 * the residual sum, the RMS norm and the rounding to e4m3 are one kernel,
 * SiLU, the product with the gate and the rounding are one kernel,
 * rotary embedding and the write to the KV cache are one kernel,
+* a product with one row of activations has a kernel made for it, with SiLU and gate inside,
 * attention reads keys and values from the pool where they lie, and rounds its result too,
 
 with and without quantization: both precisions get the same fusions. Without Triton, and on a processor, the same functions
@@ -57,6 +58,17 @@ def _kernels(x: torch.Tensor) -> Any:
     return _triton() if x.device.type == "cuda" and x.dtype in HALF_TYPES else None
 
 
+def _row_kernels(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """The Triton kernels for products of a single row, when x is one."""
+    if x.shape[0] != 1 or x.device.type != "cuda" or x.dtype != weight.dtype or _triton() is None:
+        return None
+    if x.dtype not in (*HALF_TYPES, torch.float8_e4m3fn) or not weight.is_contiguous():
+        return None
+    from trtllm_workshop.reference import triton_products
+
+    return triton_products
+
+
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,6 +93,37 @@ def silu_mul(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     fc, gate = x.chunk(2, dim=-1)
     value = F.silu(fc) * gate
     return value if scale is None else to_e4m3(value, scale)
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x W^T + bias in `dtype`; with scales of e4m3 values, see `fp8.scaled_product`. A single row has a kernel of its own."""
+    if rows := _row_kernels(x, weight):
+        return rows.row_product(x.contiguous(), weight, bias, weight_scale, scale, dtype)
+    if weight_scale is None or scale is None:
+        return F.linear(x, weight, bias)
+    return scaled_product(x, weight, weight_scale, scale, bias, dtype)
+
+
+def gated_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    out_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """`silu_mul` of `product`."""
+    if rows := _row_kernels(x, weight):
+        return rows.row_product(x.contiguous(), weight, bias, weight_scale, scale, dtype, True, out_scale)
+    return silu_mul(product(x, weight, bias, weight_scale, scale, dtype), out_scale)
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -253,8 +296,23 @@ def _quantize_in_producers(module: GraphModule, dtype: torch.dtype) -> None:
                 with graph.inserting_before(linear):
                     made[x, scale] = graph.call_function(quantize, (x, scale))
         with graph.inserting_before(linear):
-            product = (made[x, scale], weight, weight_scale, scale, bias, dtype)
-            _swap(linear, graph.call_function(scaled_product, product))
+            arguments = (made[x, scale], weight, bias, weight_scale, scale, dtype)
+            _swap(linear, graph.call_function(product, arguments))
+
+
+def _fuse_products(module: GraphModule, dtype: torch.dtype) -> None:
+    """linear -> product, and with the gate that alone reads it -> gated_product."""
+    graph = module.graph
+    for linear in _calls(module, ATEN.linear.default):
+        x, weight, bias = (*linear.args, None)[:3]
+        with graph.inserting_before(linear):
+            _swap(linear, graph.call_function(product, (x, weight, bias, None, None, dtype)))
+    for gate in _calls(module, silu_mul):
+        made, out_scale = gate.args
+        if _is_call(made, product) and len(made.users) == 1:
+            with graph.inserting_before(gate):
+                _swap(gate, graph.call_function(gated_product, (*made.args, out_scale)))
+            graph.erase_node(made)
 
 
 def _fuse_attention(module: GraphModule) -> None:
@@ -293,7 +351,8 @@ def optimize(module: GraphModule) -> GraphModule:
     _fuse_norms(module)
     _fuse_attention(module)
     _quantize_in_producers(module, dtype)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code()  # so that users are those that count
+    _fuse_products(module, dtype)
     _fetch_late(module)
     module.graph.lint()
     module.recompile()
