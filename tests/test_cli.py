@@ -87,6 +87,16 @@ def test_check_reports_each_lesson_and_its_remedy(checkout: Path, capsys) -> Non
     assert "Nothing to do" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("command", "default"), [("run", "full"), ("catch-up", "smoke")])
+def test_the_help_of_a_profile_names_the_default_of_the_command(capsys, command: str, default: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert {"full": "full: the lesson as written (default)", "smoke": "smoke: little work; the default here"}[
+        default
+    ] in text
+
+
 def test_exec_runs_in_the_toolchain_and_hands_on_the_exit_code(tmp_path: Path) -> None:
     script = tmp_path / "a script.py"
     script.write_text("import os, sys; print(os.environ['TRTLLM_EXAMPLES'], sys.argv[1:]); sys.exit(7)")

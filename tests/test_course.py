@@ -320,6 +320,77 @@ def test_catch_up_runs_what_is_missing_before_in_the_smoke_profile(make: Make, w
     assert course.holds(first, "", workspace) and not course.holds(first, "other/model", workspace)
 
 
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The numbers of the notebooks that course.run is asked for; nothing is executed."""
+    numbers: list[str] = []
+
+    def fake(notebooks, options, workspace, stream=None):
+        numbers[:] = [notebook.number for notebook in notebooks]
+        return 0, []
+
+    monkeypatch.setattr(course, "run", fake)
+    return numbers
+
+
+def syllabus(folder: Path, **after: list[str]) -> None:
+    rows = [{"notebook": f"{name[1:]}_x.ipynb", "after": list(numbers)} for name, numbers in after.items()]
+    (folder / "syllabus.yml").write_text(json.dumps({"lessons": rows}), encoding="utf-8")  # JSON is YAML
+
+
+def test_catch_up_follows_the_syllabus(make: Make, workspace: Workspace, ran: list[str]) -> None:
+    for number in ("00", "01", "02", "03", "05"):
+        folder = make(f"{number}_x").parent
+    notebooks = course.select(folder)
+    course.catch_up(notebooks, "05", Options(), workspace)
+    assert ran == ["00", "01", "02", "03"], "without a syllabus: everything before"
+    syllabus(folder, n00=[], n01=["00"], n02=["01"], n03=["02"], n05=["01"])
+    course.catch_up(notebooks, "05", Options(), workspace)
+    assert ran == ["00", "01"]
+    course.catch_up(notebooks, "03", Options(), workspace)
+    assert ran == ["00", "01", "02"]
+    record("00", workspace)
+    course.catch_up(notebooks, "05", Options(), workspace)
+    assert ran == ["01"]
+    ran.clear()
+    assert course.catch_up(notebooks, "00", Options(), workspace) == (0, []) and ran == []
+    syllabus(folder, n00=[], n01=["00"])
+    course.catch_up(notebooks, "05", Options(), workspace)
+    assert ran == ["01", "02", "03"], "a notebook that the syllabus does not list"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"lessons": [{"notebook": "00_x.ipynb"}]}', "KeyError: 'after'"),
+        ("lessons: [", "ParserError"),
+        ("lessons: 3", "TypeError"),
+        ("", "TypeError"),
+        (
+            '{"lessons": [{"notebook": "00_x.ipynb", "after": ["01"]}, {"notebook": "01_x.ipynb", "after": ["00"]}]}',
+            "builds on itself",
+        ),
+    ],
+)
+def test_a_syllabus_that_cannot_be_followed(make: Make, workspace: Workspace, ran: list[str], text, said) -> None:
+    folder = [make("00_x"), make("01_x")][0].parent
+    (folder / "syllabus.yml").write_text(text, encoding="utf-8")
+    with pytest.raises(course.CourseProblem, match=said) as error:
+        course.catch_up(course.select(folder), "01", Options(), workspace)
+    assert "syllabus.yml" in str(error.value) and ran == []
+
+
+def test_the_courses_own_lessons_build_on_earlier_ones_only() -> None:
+    from trtllm_workshop.syllabus import prerequisites
+
+    folder = course.notebooks_folder()
+    numbers = [notebook.number for notebook in course.select(folder)]
+    for number in numbers:
+        needed = prerequisites(folder, number)
+        assert needed is None or all(earlier < number and earlier in numbers for earlier in needed)
+    assert prerequisites(folder, "05") == {"00", "01"}
+
+
 def test_check_finds_a_file_that_is_gone_or_changed(workspace: Workspace) -> None:
     assert course.check("02", workspace) == [
         "02.json was not written, so the notebook never reached lesson.checkpoint()"

@@ -127,7 +127,7 @@ def test_a_measurement_meets_its_prediction(lesson: Lesson, capsys) -> None:
     lesson.predict("size", 200, "MB")
     lesson.measure("size", 250.0, "MB")
     lesson.measure("time", unit="s", samples=[3, 1, 2])
-    assert "250 MB  (predicted 200 MB, 1.25 times that)" in capsys.readouterr().out
+    assert "250 MB  (1.25 times the prediction of 200 MB)" in capsys.readouterr().out
     lesson.compare()
     shown = capsys.readouterr().out
     assert shown.splitlines()[0] == "Prediction and measurement" and "2 s" in shown
@@ -136,6 +136,41 @@ def test_a_measurement_meets_its_prediction(lesson: Lesson, capsys) -> None:
     size, time = recorded(lesson)["quantities"]
     assert (size["predicted"], size["measured"], size["ratio"], size["unit"]) == (200, 250.0, 1.25, "MB")
     assert time["samples"] == {"count": 3, "min": 1, "median": 2, "max": 3, "stdev": 1.0} and time["predicted"] is None
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "said"),
+    [
+        (4, 4, "4 MB  (as predicted)"),
+        (4000.2, 4000.4, "4,000 MB  (as predicted)"),
+        (4001, 4003, "4,003 MB  (as predicted: 4,001 MB)"),
+        (10, 8, "8 MB  (0.8 times the prediction of 10 MB)"),
+        (0, 3, "3 MB  (predicted 0 MB)"),
+        (0, 0, "0 MB  (as predicted)"),
+    ],
+)
+def test_how_a_measurement_stands_to_its_prediction(lesson: Lesson, capsys, predicted, measured, said) -> None:
+    lesson.predict("size", predicted, "MB")
+    lesson.measure("size", measured, "MB")
+    assert capsys.readouterr().out.splitlines()[-1] == f"measured   size: {said}"
+
+
+def test_quiet_measurements_are_recorded_and_not_printed(lesson: Lesson, capsys) -> None:
+    capsys.readouterr()
+    assert lesson.measure("loss of FP8", 0.25, "nats", quiet=True) == 0.25
+    lesson.measure("seconds", 3, "s")
+    lesson.predict("size", 2, "MB")
+    lesson.measure("size", 4, "MB", quiet=True)
+    assert "loss" not in capsys.readouterr().out
+    lesson.compare()
+    shown = capsys.readouterr().out
+    assert "loss" not in shown and shown.index("size") < shown.index("seconds"), "what was not predicted comes last"
+    lesson.compare("loss of FP8")
+    assert "0.25 nats" in capsys.readouterr().out
+    lesson.check("x", True, "y")
+    lesson.checkpoint()
+    (loss, *_) = recorded(lesson)["quantities"]
+    assert (loss["name"], loss["measured"]) == ("loss of FP8", 0.25)
 
 
 def test_numbers_that_cannot_be_compared_are_refused(lesson: Lesson) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -106,6 +107,46 @@ def test_the_page_asks_for_nothing_from_outside(page: Page, workspace: Workspace
     assert all(image["src"].startswith("data:image/svg+xml;base64,") for image in page.images)
     for link in page.links:
         assert link[1:] in page.ids if link.startswith("#") else (workspace.root / link).is_file()
+
+
+def test_a_lesson_has_its_number_once(workspace: Workspace, tmp_path: Path) -> None:
+    path = tmp_path / "notebooks" / "00_x.ipynb"
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# 00 What can it do in 24 h?")]), path
+    )
+    page = Page(report.write(workspace).read_text(encoding="utf-8"))
+    assert "00 · What can it do in 24 h?" in page.text and "00 What can" in page.text and "00 00" not in page.text
+
+
+def test_recorded_figures_say_so_and_the_footer_does_not_deny_it(workspace: Workspace) -> None:
+    page = Page(report.write(workspace).read_text(encoding="utf-8"))
+    assert "Recorded earlier" not in page.text and "except where one says" in page.text
+    path = workspace.results / "00.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record["figures"][0]["recorded"] = "one H200, 3 December 2026"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    page = Page(report.write(workspace).read_text(encoding="utf-8"))
+    assert "Recorded earlier, not in this run: one H200, 3 December 2026." in page.text
+
+
+def test_conditions_that_differ_name_their_lessons() -> None:
+    def record(lesson: str, profile: str, source: str) -> dict:
+        return {"lesson": lesson, "profile": profile, "model": {"name": "a/b", "source": source}, "python": "3.11"}
+
+    records = [record("00", "smoke", ""), record("01", "full", "the Hub"), record("02", "smoke", "the Hub")]
+    facts = dict(report._facts(records))
+    assert facts["Profile"] == ["smoke (lessons 00, 02)", "full (lesson 01)"]
+    assert facts["Model"] == ["a/b: the Hub"] and facts["Python"] == ["3.11"]
+
+
+def test_what_was_not_predicted_comes_last(page: Page, workspace: Workspace) -> None:
+    (lesson, *_) = report.content(workspace)["lessons"]
+    assert [item["name"] for item in lesson["quantities"]] == ["size", "seconds", "FP8 speed", "tensors"]
+    record = json.loads((workspace.results / "00.json").read_text(encoding="utf-8"))
+    record["quantities"].reverse()
+    (workspace.results / "00.json").write_text(json.dumps(record), encoding="utf-8")
+    (lesson, *_) = report.content(workspace)["lessons"]
+    assert [item["name"] for item in lesson["quantities"]] == ["FP8 speed", "seconds", "size", "tensors"]
 
 
 def test_status_and_error_come_in_words(page: Page) -> None:

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="execute notebooks headlessly and write the report")
     run.add_argument("notebooks", nargs="*", metavar="NN", help="02, 02-04 or a file name; all without")
-    _course_options(run)
+    _course_options(run, "full: the lesson as written (default)")
     run.add_argument("--resume", action="store_true", help="skip what passed earlier and has not changed")
     run.add_argument("--keep-going", action="store_true", help="run the later notebooks even after a failure")
     run.add_argument(
@@ -66,9 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(action=_run)
 
-    catch_up = commands.add_parser("catch-up", help="make what the notebooks before NN make (smoke profile)")
-    catch_up.add_argument("notebook", metavar="NN")
-    _course_options(catch_up)
+    catch_up = commands.add_parser("catch-up", help="run what notebook NN builds on, as far as it is missing")
+    catch_up.add_argument(
+        "notebook", metavar="NN", help="the notebook that you want to begin with; it is not run itself"
+    )
+    _course_options(catch_up, "the default here; full: the lessons as written")
     catch_up.set_defaults(action=_catch_up)
 
     check = commands.add_parser("check", help="look again at what the lessons left in the work folder")
@@ -100,9 +102,9 @@ def _folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work-dir", metavar="FOLDER", help="default: work beside the notebooks' folder")
 
 
-def _course_options(parser: argparse.ArgumentParser) -> None:
+def _course_options(parser: argparse.ArgumentParser, profiles: str) -> None:
     _folders(parser)
-    parser.add_argument("--profile", choices=PROFILES, help="smoke: little work; full: the lesson as written (default)")
+    parser.add_argument("--profile", choices=PROFILES, help=f"smoke: little work; {profiles}")
     parser.add_argument("--toolchain", choices=TOOLCHAINS)
     parser.add_argument("--model", metavar="ORG/NAME")
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="for each notebook; default 3600")

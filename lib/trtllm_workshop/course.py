@@ -18,6 +18,7 @@ from trtllm_workshop.artifacts import recheck
 from trtllm_workshop.lesson import CheckpointFailed, Lesson, MissingPrerequisite, begin
 from trtllm_workshop.record import now, write_json
 from trtllm_workshop.run_status import FAILED, NOT_RUN, PASSED, Entry
+from trtllm_workshop.syllabus import prerequisites
 from trtllm_workshop.workspace import Workspace
 
 __all__ = ["CheckpointFailed", "Lesson", "MissingPrerequisite", "begin", "catch_up", "check", "run"]
@@ -300,8 +301,18 @@ def check(number: str, workspace: Workspace) -> list[str]:
 def catch_up(
     notebooks: Sequence[Notebook], number: str, options: Options, workspace: Workspace
 ) -> tuple[int, list[Entry]]:
-    """Runs those notebooks before ``number`` whose checkpoint does not hold, in the smoke profile by default."""
-    missing = [nb for nb in notebooks if nb.number < number and not holds(nb, options.model, workspace)]
+    """Runs what notebook ``number`` builds on and whose checkpoint does not hold, in the smoke profile by default.
+
+    The syllabus beside the notebooks says what that is; without one it is every notebook before. Raises CourseProblem
+    for a syllabus that cannot be read.
+    """
+    (target,) = [nb for nb in notebooks if nb.number == number]
+    try:
+        needed = prerequisites(target.path.parent, number)
+    except ValueError as error:
+        raise CourseProblem(str(error)) from error
+    wanted = [nb for nb in notebooks if (nb.number < number if needed is None else nb.number in needed)]
+    missing = [nb for nb in wanted if not holds(nb, options.model, workspace)]
     if not missing:
         return 0, []
     return run(missing, replace(options, profile=options.profile or "smoke"), workspace)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trtllm_workshop import exercise as exercises
 from trtllm_workshop import parameters
 from trtllm_workshop.figure_store import store_figure
-from trtllm_workshop.record import Record, finite, summarise
+from trtllm_workshop.record import Quantity, Record, finite, summarise
 from trtllm_workshop.shell import ShownError
 from trtllm_workshop.showing import Table, number, present
 
@@ -87,6 +87,19 @@ def known_source(results: Path, model: str) -> str:
         except (ValueError, KeyError, TypeError):
             continue  # a damaged record is reported by `workshop check`, not here
     return ""
+
+
+def _against(quantity: Quantity) -> str:
+    """What is printed behind a measurement: how it stands to its prediction; '' without one."""
+    if quantity.predicted is None or quantity.measured is None:
+        return ""
+    predicted, measured = (number(value, quantity.unit) for value in (quantity.predicted, quantity.measured))
+    if predicted == measured:
+        return "  (as predicted)"
+    if quantity.ratio is None:
+        return f"  (predicted {predicted})"
+    ratio = f"{quantity.ratio:.3g}"
+    return f"  (as predicted: {predicted})" if ratio == "1" else f"  ({ratio} times the prediction of {predicted})"
 
 
 class Lesson:
@@ -166,28 +179,42 @@ class Lesson:
         print(f"predicted  {name}: {number(quantity.predicted, unit)}")
         return quantity.predicted
 
-    def measure(self, name: str, value: Any = None, unit: str = "", samples: Sequence[Any] | None = None) -> float:
-        """Records what came out beside the prediction of that name. Without ``value``: the median of ``samples``."""
+    def measure(
+        self,
+        name: str,
+        value: Any = None,
+        unit: str = "",
+        samples: Sequence[Any] | None = None,
+        *,
+        quiet: bool = False,
+    ) -> float:
+        """Records what came out beside the prediction of that name. Without ``value``: the median of ``samples``.
+
+        ``quiet`` is for numbers that the lesson shows otherwise, such as in a table: nothing is printed, and
+        :meth:`compare` leaves them out unless they were predicted or are named.
+        """
         quantity = self.record.quantity(name, unit)
         spread = summarise(name, samples) if samples is not None else {}
         if value is None and not spread:
             raise TypeError(f"measurement {name!r} needs a value or samples")
         quantity.samples = spread
         quantity.measured = finite(name, spread["median"] if value is None else value)
-        against = ""
-        if quantity.predicted is not None:
-            ratio = f", {quantity.ratio:.3g} times that" if quantity.ratio is not None else ""
-            against = f"  (predicted {number(quantity.predicted, unit)}{ratio})"
-        print(f"measured   {name}: {number(quantity.measured, unit)}{against}")
+        quantity.quiet = quiet
+        if not quiet:
+            print(f"measured   {name}: {number(quantity.measured, unit)}{_against(quantity)}")
         return quantity.measured
 
     def compare(self, *names: str) -> None:
-        """Shows predictions beside measurements: all of this lesson, or those named."""
+        """Shows predictions beside measurements: those named, or all of this lesson, what was not predicted at the end."""
         unknown = [name for name in names if name not in self.record.quantities]
         if unknown:
-            known = ", ".join(self.record.quantities) or "nothing yet"
-            raise KeyError(f"no number named {unknown[0]!r} was predicted or measured; there is: {known}")
-        chosen = [self.record.quantities[name] for name in names] or list(self.record.quantities.values())
+            there = ", ".join(self.record.quantities) or "nothing yet"
+            raise KeyError(f"no number named {unknown[0]!r} was predicted or measured; there is: {there}")
+        known = self.record.quantities.values()
+        chosen = [self.record.quantities[name] for name in names] or [
+            *(item for item in known if item.predicted is not None),
+            *(item for item in known if item.predicted is None and not item.quiet),
+        ]
         rows = [
             {
                 "quantity": item.name,
@@ -205,14 +232,15 @@ class Lesson:
         """Shows rows (mappings, or sequences with ``header``) as a table."""
         Table(rows, caption, header).show()
 
-    def show(self, figure: Any, name: str, alt: str) -> None:
+    def show(self, figure: Any, name: str, alt: str, *, recorded: str = "") -> None:
         """Shows a figure with its alternative text and keeps it for the report.
 
         ``figure`` is a matplotlib figure, SVG text or PNG bytes; ``name`` a short file name; ``alt`` says in a sentence
-        what the picture shows. Raises ValueError when the alternative text says too little.
+        what the picture shows. ``recorded`` is for numbers that were not measured in this run: the machine and the day,
+        which the report repeats. Raises ValueError when the alternative text says too little.
         """
         stored = store_figure(figure, self.workspace.results / "figures", f"{self.number}-{name}", alt)
-        entry = {"name": name, "file": f"figures/{stored.path.name}", "alt": stored.alt}
+        entry = {"name": name, "file": f"figures/{stored.path.name}", "alt": stored.alt, "recorded": recorded}
         self.record.figures[name] = entry
         present(stored.html(), f"[Figure {name}: {stored.alt}]")
 

@@ -74,13 +74,14 @@ def finite(name: str, value: Any) -> float | int:
 
 @dataclass
 class Quantity:
-    """One number with a unit: predicted, measured or both."""
+    """One number with a unit: predicted, measured or both. ``quiet`` ones are shown in another place than the rest."""
 
     name: str
     unit: str
     predicted: float | None = None
     measured: float | None = None
     samples: dict[str, float] = field(default_factory=dict)
+    quiet: bool = False
 
     @property
     def ratio(self) -> float | None:

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,18 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _facts(records: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Heading and distinct values; several values mean that the lessons did not all run under the same conditions."""
+    """Heading and distinct values; several values, each with its lessons, mean that not all ran under the same conditions."""
 
     def distinct(values: list[str]) -> list[str]:
-        known = list(dict.fromkeys(value for value in values if value))
-        return [value for value in known if not any(other.startswith(f"{value}:") for other in known)]
+        lessons: dict[str, list[str]] = {}
+        for value, record in zip(values, records, strict=True):
+            # A model without its source is the same model as one with it.
+            full = next((other for other in values if other.startswith(f"{value}:")), value)
+            if value:
+                lessons.setdefault(full, []).append(str(record.get("lesson", "")))
+        if len(lessons) < 2:
+            return list(lessons)
+        return [f"{v} ({'lesson' if len(n) == 1 else 'lessons'} {', '.join(n)})" for v, n in lessons.items()]
 
     def joined(record: dict[str, Any], key: str, *parts: str) -> str:
         found = record.get(key) or {}
@@ -103,23 +111,27 @@ def _lesson(entry: Entry, record: dict[str, Any], ran: bool, workspace: Workspac
     return {
         "entry": entry,
         "ran": ran,
-        "title": _title(Path(entry.notebook)) or entry.name,
+        "title": _title(Path(entry.notebook), entry.number) or entry.name,
         "link": link,
         "record": record,
-        "quantities": [_quantity(item) for item in record.get("quantities", [])],
+        "quantities": [_quantity(item) for item in sorted(record.get("quantities", []), key=_unpredicted)],
         "figures": [figure for item in record.get("figures", []) if (figure := _figure(item, workspace))],
         "failure": run_status.failure_text(entry) if entry.error and entry.error.get("name") else "",
     }
 
 
-def _title(notebook: Path) -> str:
-    """The H1 of a notebook, or ''."""
+def _unpredicted(item: dict[str, Any]) -> bool:
+    return item.get("predicted") is None
+
+
+def _title(notebook: Path, number: str) -> str:
+    """The H1 of a notebook without its number, or ''."""
     if not notebook.is_file():
         return ""
     for cell in load(notebook).content["cells"]:
         for line in cell["source"].splitlines() if cell["cell_type"] == "markdown" else ():
             if line.startswith("# "):
-                return str(line[2:].strip())
+                return re.sub(rf"^{number}\W+", "", line[2:].strip())
     return ""
 
 

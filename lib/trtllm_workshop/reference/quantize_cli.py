@@ -19,7 +19,7 @@ DESCRIPTION = "Calibrates a Hugging Face model with NVIDIA ModelOpt and writes a
 _HELPS = {
     "--model_dir": "folder of the Hugging Face model, with its tokenizer",
     "--output_dir": "folder for the checkpoint",
-    "--device": "where to calibrate; cuda when it is left out",
+    "--device": "where to calibrate",
     "--dtype": "type of everything that is not quantized; auto: that of the model",
     "--qformat": "format of the weights: fp8, int4_awq, int8_wo, int4_wo or full_prec here; the others are refused",
     "--kv_cache_dtype": "format of the KV cache; 16 bits when it is left out",
