@@ -53,6 +53,8 @@ def test_a_stall_is_drawn_in_milliseconds_and_the_long_prompt_as_a_strip() -> No
     axes = streaming.gaps({"whole": (short, stream(0.3, [1.5]))}).axes[0]
     (line,) = axes.lines
     assert list(line.get_ydata()) == pytest.approx([100.0, 1300.0])
+    two = streaming.gaps({"a": (short, stream(0.3, [1.5])), "b": ({"s": stream(0.0, [0.1, 9.0])}, stream(0.3, [4.0]))})
+    assert all(part.get_xlim()[0] == 0 and part.get_xlim()[1] >= 9.0 for part in two.axes)
     strip = axes.patches[0].get_extents().transformed(axes.transData.inverted())
     assert (strip.x0, strip.x1) == (pytest.approx(0.3), pytest.approx(1.5))
 

@@ -102,7 +102,8 @@ def _register_engine(report: Any) -> str:
                 complete(cell, cell_index, **rest)
 
             nb_man.cell_start, nb_man.cell_complete = cell_start, cell_complete
-            return super().execute_managed_notebook(nb_man, kernel_name, **options)
+            # A line that was printed piece by piece stays one line in the executed copy.
+            return super().execute_managed_notebook(nb_man, kernel_name, coalesce_streams=True, **options)
 
     papermill_engines.register("trtllm-workshop", ReportingEngine)
     return "trtllm-workshop"

@@ -118,9 +118,11 @@ def gaps(panels: Mapping[str, tuple[Mapping[str, Stream], Stream]]) -> Any:
 
     Each panel has the short requests by name and the long one. All panels share both axes.
     """
+    longest = 0.0
     with s.canvas(13, 5.2, columns=len(panels), sharey=True, sharex=True, squeeze=False) as (figure, grid):
         for (title, (short, long)), axes in zip(panels.items(), grid[0], strict=True):
             begin = min(stream.submitted for stream in [*short.values(), long])
+            longest = max(longest, *(stream.end - begin for stream in [*short.values(), long]))
             first = long.moments[0] if long.moments else long.submitted
             strip = axes.axvspan(
                 long.submitted - begin, first - begin, facecolor="#FFFFFF", edgecolor=s.GREY, hatch="//", zorder=0
@@ -147,9 +149,10 @@ def gaps(panels: Mapping[str, tuple[Mapping[str, Stream], Stream]]) -> Any:
             axes.set_title(title, fontsize=s.NORMAL)
             axes.set_xlabel("seconds since the first request")
             axes.set_ylim(bottom=0)
-            axes.set_xlim(left=0)
             s.grid(axes, "both")
+        grid[0][0].set_xlim(0, 1.03 * longest)
         grid[0][0].set_ylabel("time before a token in ms")
+        grid[0][0].yaxis.set_major_formatter("{x:,.0f}")
         marks, words = grid[0][0].get_legend_handles_labels()
         figure.legend(marks, words, loc="outside lower center", ncols=len(words))
     return figure
@@ -164,7 +167,8 @@ def first_tokens(series: Mapping[str, Sequence[float]], predicted: Mapping[str, 
             places = [question + (number - (len(series) - 1) / 2) * width for question in range(len(values))]
             colour, hatch = ((s.ORANGE, "//"), (s.BLUE, ""), (s.GREEN, ".."))[number % 3]
             drawn = axes.bar(places, values, width, color=colour, hatch=hatch, edgecolor=s.INK, label=name)
-            axes.bar_label(drawn, [f"{value:,.0f}" for value in values], padding=3, fontsize=s.SMALL)
+            plate = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.bar_label(drawn, [f"{value:,.0f}" for value in values], padding=3, fontsize=s.SMALL, bbox=plate)
         for number, (name, value) in enumerate((predicted or {}).items()):
             axes.axhline(value, color=s.RED, linestyle=LINES[number + 1], linewidth=2, label=f"predicted, {name}")
         axes.set_xticks(range(most), [str(question + 1) for question in range(most)])
@@ -172,7 +176,8 @@ def first_tokens(series: Mapping[str, Sequence[float]], predicted: Mapping[str, 
         axes.set_ylabel("time to first token in ms")
         axes.margins(y=0.15)
         axes.set_title("The same long beginning, asked again and again")
-        figure.legend(loc="outside lower center", ncols=2)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        figure.legend(loc="outside lower center", ncols=3)
         s.grid(axes)
     return figure
 
