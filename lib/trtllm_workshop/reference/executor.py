@@ -155,8 +155,8 @@ class Executor:
     def step(self) -> list[Request]:
         """Run one iteration.
 
-        On a device of its own kind the next iteration is launched before this one's tokens are read, so that the device
-        works while the host looks at tokens; a request that turns out to have ended has then run one row too many.
+        On CUDA the next iteration is launched before this one's tokens are read, so that the device works while the host looks
+        at tokens; a request that turns out to have ended has then run one row too many.
 
         Returns:
             The requests that got a token, finished ones included. Empty when there is nothing to do.
@@ -164,19 +164,18 @@ class Executor:
         with self._alone():
             self._admit_submitted()
             self._drop_aborted()
-            before, self._ahead = self._ahead, None
             try:
-                if before is not None and not before.plain:
-                    return self._collect(before)
-                launched = self._launch(before)
-                if before is not None:
-                    self._ahead = launched
-                    return self._collect(before)
+                launched = self._ahead
+                if launched is None:
+                    launched = self._ahead = self._launch(None)
                 if launched is None:
                     return []
+                following = None
                 if self._runner.runs_ahead and launched.plain:
-                    self._ahead = self._launch(launched)
-                return self._collect(launched)
+                    following = self._launch(launched)
+                touched = self._collect(launched)
+                self._ahead = following
+                return touched
             except BaseException as error:
                 self._fail(error)
                 raise
