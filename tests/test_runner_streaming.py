@@ -204,6 +204,21 @@ def test_P86_a_row_that_ended_is_padding_while_the_others_go_on(runner, pad_is_e
     assert step == 32 and used_blocks(runner) == 0
 
 
+@pytest.mark.parametrize("pad_is_end", [True, False])
+def test_P86_an_answer_is_as_long_as_it_is_and_says_why_it_ended(engines, pad_is_end):
+    from trtllm_workshop.reference.sampling_params import SamplingParams
+
+    llm, prompts = engines.llm(), [prompt_of(9, 1), prompt_of(4, 2)]
+    free = SamplingParams(max_tokens=64, ignore_eos=True)
+    plain = [output.outputs[0].token_ids for output in llm.generate(prompts, free)]
+    at = next(n for n in range(6, 63) if plain[0][n] not in [*plain[0][:n], *plain[1]])
+    end = plain[0][at]
+    params = SamplingParams(max_tokens=64, end_id=end, pad_id=end if pad_is_end else 0)
+    first, second = (output.outputs[0] for output in llm.generate(prompts, params))
+    assert first.token_ids == plain[0][: at + 1] and (first.length, first.finish_reason) == (at + 1, "stop")
+    assert second.token_ids == plain[1] and (second.length, second.finish_reason) == (64, "length")
+
+
 def test_return_all_generated_tokens_changes_nothing(runner):
     prompt = [torch.tensor(prompt_of(9, 1))]
     call = CALL | {"max_new_tokens": 5}

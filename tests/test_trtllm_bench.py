@@ -268,6 +268,45 @@ def test_chunks_need_an_engine_that_reads_cached_tokens_back(engines, run):
     assert run("throughput", "--engine_dir", engine, "--disable_chunked_context")[0] == 0
 
 
+def test_a_line_ends_with_a_line_end_only(engines, run, tmp_path):
+    path, details = tmp_path / "set.json", tmp_path / "r.json"
+    text = "one\u2028two\x85three"
+    entry = {"task_id": 0, "prompt": text, "output_tokens": 2}
+    path.write_text(json.dumps(entry, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert run("throughput", "--request_json", details, data=path)[0] == 0
+    assert json.loads(details.read_text())[0]["num_input_tokens"] == len(engines.llm().tokenizer.encode(text))
+
+
+def test_limits_above_the_engines_are_said(run, tmp_path):
+    report = tmp_path / "r.json"
+    code, out, _ = run("throughput", "--max_batch_size", 99, "--report_json", report)
+    assert code == 0 and "--max_batch_size 99 is above what the engine was built for: 8 counts" in out
+    assert json.loads(report.read_text())["world_info"]["max_batch_size"] == 8
+
+
+def test_a_run_that_is_stopped_says_so_and_reports_nothing(run, tmp_path, monkeypatch):
+    from trtllm_workshop.reference import bench_run
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_run, "run_load", stopped)
+    code, _, err = run("throughput", "--report_json", tmp_path / "r.json")
+    assert code == 130 and "stopped by the keyboard: nothing is reported" in err and not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_cannot_be_had_by_name(bench, monkeypatch, tmp_path):
+    from trtllm_workshop.reference import tokenizer_source
+
+    def missing(name):
+        raise FileNotFoundError(f"tokenizer {name!r} could not be had: pass the Hugging Face model folder")
+
+    monkeypatch.setattr(tokenizer_source, "load_tokenizer", missing)
+    words = ("prepare-dataset", "--output", tmp_path / "set.json", "token-unif-dist", *UNIFORM)
+    code, _, err = bench("--model", "org/model", *words)
+    assert code == 1 and "--model org/model: " in err and "--model_path FOLDER" in err and err.count("\n") == 1
+
+
 def test_an_end_token_shortens_answers(engines, run, requests, tmp_path):
     from engines import free_running
 
@@ -312,6 +351,7 @@ def without(name):
         (json.dumps(without("task_id")), "line 1 has no 'task_id'"),
         (json.dumps(without("output_tokens")), "line 1 has no 'output_tokens'"),
         (json.dumps(without("input_ids")), "line 1 has neither 'input_ids' nor a 'prompt'"),
+        (json.dumps(without("input_ids") | {"prompt": "half \ud83d"}), "line 1: the prompt has half a surrogate pair"),
         (json.dumps(GOOD | {"output_tokens": 0}), "output_tokens is 0, expected a whole number from 1 on"),
         (json.dumps(GOOD | {"output_tokens": "9"}), "output_tokens is '9'"),
         (json.dumps(GOOD | {"task_id": True}), "task_id is True"),

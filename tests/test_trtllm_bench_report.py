@@ -126,6 +126,7 @@ class Counting:
         self.batch, self.fail_at = batch, fail_at
         self.now = self.most = 0
         self.waiting, self.aborted = [], []
+        self.left_over = False  # as a device that was given its next step early
 
     def submit(self, request):
         self.waiting.append(request)
@@ -133,7 +134,15 @@ class Counting:
     def abort(self, requests):
         self.aborted += [r.request_id for r in requests]
 
+    @property
+    def busy(self):
+        return bool(self.waiting or self.left_over)
+
     def step(self):
+        if not self.waiting:
+            self.left_over = False
+            return []
+        self.left_over = True
         self.now += SECOND
         if self.fail_at and self.now >= self.fail_at * SECOND:
             raise KeyboardInterrupt
@@ -160,6 +169,7 @@ def test_every_request_ends_with_its_tokens_and_times(lengths, concurrency, batc
     records = load(executor, lengths, concurrency)
     assert [len(r.tokens) for r in records] == lengths and [r.id for r in records] == list(range(len(lengths)))
     assert executor.most <= (concurrency if concurrency > 0 else len(lengths)) and not executor.aborted
+    assert not executor.busy
     for r in records:
         assert 0 <= r.start_timestamp < r.first_token_timestamp <= r.end_timestamp <= executor.now
         assert r.generation_time == (len(r.tokens) - 1) * SECOND, "first come, first served: nothing comes between"

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_workshop.command_facts import command
-from trtllm_workshop.commands import command_parser
+from trtllm_workshop.commands import command, command_parser
 
 if TYPE_CHECKING:
     from trtllm_workshop.reference.bench_dataset import InferenceRequest
@@ -106,9 +105,14 @@ def _next_word(name: str, words: Sequence[str]) -> int:
 
 
 def load_model_tokenizer(args: argparse.Namespace) -> Any:
-    from trtllm_workshop.reference.llm import load_tokenizer
+    from trtllm_workshop.reference.tokenizer_source import load_tokenizer
 
-    return load_tokenizer(args.model_path or args.model)[0]
+    if args.model_path:
+        return load_tokenizer(args.model_path)[0]
+    try:
+        return load_tokenizer(args.model)[0]
+    except FileNotFoundError as error:
+        raise ValueError(f"--model {args.model}: {error}, with --model_path FOLDER") from error
 
 
 def prepare_dataset(kind: str, args: argparse.Namespace) -> int:
@@ -252,6 +256,10 @@ def benchmark(kind: str, args: argparse.Namespace) -> int:
         enable_chunked_context=chunked,
         most_stats=sys.maxsize if args.iteration_log else 0,
     )
+    for name in ("max_batch_size", "max_num_tokens"):
+        wanted, limit = getattr(args, name, None), build[name]
+        if wanted is not None and wanted > limit:
+            print(f"[TRT-LLM] [W] --{name} {wanted} is above what the engine was built for: {limit} counts")
     print(f"[TRT-LLM] [I] {executor.pool_description}")
     check_each(executor.scheduler, requests)
     end_id = -1 if latency else args.eos_id

@@ -39,7 +39,8 @@ def read_dataset(path: Path, load_tokenizer: Callable[[], Any], limit: int = 0) 
         DatasetError: for a file that is missing, empty or no text, and for a line that is no request.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # JSON may hold characters inside a line that splitlines() takes for line ends.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
         raise DatasetError(f"--dataset {path} is no text file: give one with one JSON request a line") from None
     except OSError as error:
@@ -87,8 +88,11 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     ids = entry.get("input_ids", entry.get("logits"))
     if ids is not None and not (isinstance(ids, list) and all(map(_is_whole, ids))):
         raise DatasetError(f"{where}: input_ids is {ids!r:.40}, expected a list of token ids")
-    if ids is None and not (isinstance(entry.get("prompt"), str) and entry["prompt"]):
+    prompt = entry.get("prompt")
+    if ids is None and (not isinstance(prompt, str) or not prompt):
         raise DatasetError(f"{where} has neither 'input_ids' nor a 'prompt' with text")
+    if ids is None and any("\ud800" <= character <= "\udfff" for character in str(prompt)):
+        raise DatasetError(f"{where}: the prompt has half a surrogate pair, which is no text; remove it")
     return entry
 
 

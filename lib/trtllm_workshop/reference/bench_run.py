@@ -23,6 +23,9 @@ class Steps(Protocol):
 
     def step(self) -> list[Request]: ...
 
+    @property
+    def busy(self) -> bool: ...
+
 
 def make_request(request_id: int, wanted: InferenceRequest, end_id: int) -> Request:
     """A greedy request without text; it makes all its tokens unless it meets `end_id` (-1: none)."""
@@ -82,6 +85,9 @@ def run_load(
                 if request.finished:
                     record.end_timestamp, record.tokens = now, list(request.token_ids)
                     del running[request.request_id]
+        # A device may have been given one step more, before it was known that everything had ended.
+        while executor.busy:
+            executor.step()
     except BaseException:
         executor.abort(running.values())
         raise

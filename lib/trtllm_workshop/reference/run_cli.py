@@ -114,9 +114,9 @@ def word_ids(flag: str, groups: list[list[str]] | None, tokenizer: Any, prompts:
 def generate(args: argparse.Namespace) -> int:
     import torch
 
-    from trtllm_workshop.reference.llm import load_tokenizer, read_generation_config
     from trtllm_workshop.reference.runner import ModelRunner, ModelRunnerCpp
     from trtllm_workshop.reference.sampling_params import end_of_sequence_ids
+    from trtllm_workshop.reference.tokenizer_source import load_tokenizer, read_generation_config
 
     if args.streaming_interval < 1:
         raise ValueError(f"--streaming_interval {args.streaming_interval}: give 1 or more steps")
