@@ -80,6 +80,24 @@ def test_P83_every_sequence_of_three_edge_bytes(kind):
 
 
 @BOTH
+def test_P83_every_pair_of_edge_bytes_at_the_end_of_the_prompt(kind):
+    tokenizer = tokenizer_of(kind)
+    for data, more in itertools.product(itertools.product(EDGES, repeat=2), [b"A", b"\x80A", b"\x80\x80A"]):
+        prompt, ids = [*tokenizer.encode("a"), *byte_ids(kind, bytes(data))], byte_ids(kind, more)
+        assert "".join(pieces_of(tokenizer, prompt, ids)) == answer_text(kind, prompt, ids), (bytes(data), more)
+
+
+@BOTH
+def test_half_of_a_surrogate_pair_is_broken_as_soon_as_its_second_byte_is_there(kind):
+    """U+D800 to U+DFFF would be ED A0 80 to ED BF BF; they are no characters, so nothing can follow ED A0."""
+    tokenizer = tokenizer_of(kind)
+    prompt, ids = tokenizer.encode("a"), byte_ids(kind, b"\xed\xa0\x80")
+    assert pieces_of(tokenizer, prompt, ids) == ["", REPLACEMENT * 2, REPLACEMENT, ""]
+    assert "".join(pieces_of(tokenizer, prompt + ids[:2], ids[2:])) == REPLACEMENT
+    assert pieces_of(tokenizer, prompt, byte_ids(kind, b"\xed\x9f\xbf"))[:2] == ["", ""]
+
+
+@BOTH
 def test_P83_an_endless_stream_of_broken_bytes_does_not_stall(kind):
     tokenizer = tokenizer_of(kind)
     ids = byte_ids(kind, b"\x80" * 300)

@@ -37,7 +37,7 @@ class ByteLevelStream:
             if len(end) >= 3:
                 break
         end = end[-3:]
-        self._held = end[utf_8_decode(end, "replace", False)[1] :]
+        self._held = _decoded(end, "replace")[1]
         self._began_in_prompt = bool(self._held)
 
     def add(self, token: int) -> str:
@@ -52,9 +52,7 @@ class ByteLevelStream:
         return self._decode(b"", True)
 
     def _decode(self, more: bytes, final: bool) -> str:
-        data = self._held + more
-        text, used = utf_8_decode(data, "replace", final)
-        self._held = data[used:]
+        text, self._held = _decoded(self._held + more, "replace", final)
         if text and self._began_in_prompt:
             self._began_in_prompt = False
             return text.removeprefix(REPLACEMENT)  # the prompt's text already ends with it
@@ -86,7 +84,7 @@ class ByteFallbackStream:
             run += piece
         run.reverse()
         try:
-            self._incomplete = bytes(run[utf_8_decode(run, "strict", False)[1] :])
+            self._incomplete = _decoded(bytes(run), "strict")[1]
         except UnicodeDecodeError:
             self._broken = True
         self._simple = not (self._strip_next or self._broken or self._incomplete)
@@ -122,14 +120,11 @@ class ByteFallbackStream:
         self._length += 1
         self._own += 1
         if not self._broken:
-            data = self._incomplete + byte
             try:
-                text, used = utf_8_decode(data, "strict", False)
+                text, self._incomplete = _decoded(self._incomplete + byte, "strict")
+                self._whole += text
             except UnicodeDecodeError:
                 self._broken, self._whole, self._incomplete = True, "", b""
-            else:
-                self._whole += text
-                self._incomplete = data[used:]
         if self._broken:
             count, self._own = self._own, 0
             return REPLACEMENT * count
@@ -142,6 +137,16 @@ class ByteFallbackStream:
         text = REPLACEMENT * self._own if self._incomplete else self._whole
         self._new_run()
         return text
+
+
+def _decoded(data: bytes, errors: str, final: bool = False) -> tuple[str, bytes]:
+    """The text of UTF-8, and the bytes at its end that may still become a character (none if `final`)."""
+    text, used = utf_8_decode(data, errors, final)
+    rest = data[used:]
+    if rest[:1] == b"\xed" and rest[1:] >= b"\xa0":
+        # Half of a surrogate pair is no character. Python knows that, but waits for the third byte to say so.
+        return utf_8_decode(data, errors, True)[0], b""
+    return text, rest
 
 
 def _as_bytes(piece: str | bytes) -> bytes:
