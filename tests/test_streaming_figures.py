@@ -112,3 +112,5 @@ def test_a_pause_is_marked_where_it_happened() -> None:
     crosses = next(line for line in below.lines if line.get_marker() == "X")
     assert list(crosses.get_xdata()) == [2] and list(crosses.get_ydata()) == [1]
     assert "a request is paused" in legend(figure)
+    many = kv_pool.pressure({"A": [{**steps[1], "paused": 3}]}, pool=4).axes[1]
+    assert [text.get_text() for text in many.texts] == ["3 at once"] and not below.texts

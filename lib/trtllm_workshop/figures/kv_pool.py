@@ -111,6 +111,10 @@ def pressure(panels: Mapping[str, Sequence[Mapping[str, int]]], pool: int) -> An
             )
             hit = [number for number, step in zip(numbers, steps, strict=True) if step["paused"]]
             heights = [steps[number - 1]["scheduled"] for number in hit]
+            for number, height in zip(hit, heights, strict=True):
+                if steps[number - 1]["paused"] > 1:
+                    note = f"{steps[number - 1]['paused']} at once"
+                    below.annotate(note, (number, height), xytext=(10, 4), textcoords="offset points", fontsize=s.SMALL)
             below.plot(
                 hit, heights, "X", color=s.RED, markeredgecolor=s.INK, markersize=12, label="a request is paused"
             )
