@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from engines import free_running, load_hf, logits_of, prompt_of, quiet
@@ -62,6 +63,13 @@ def test_the_command_records_its_limits(engines, tmp_path, capsys):
     assert "reference toolchain, trtllm-build" in out.splitlines()[0]
     assert "max_seq_len 48 (given)" in out and "longest prompt 20 (--max_input_len)" in out
     assert "Total time of building all engines" in out
+
+
+def test_limits_of_one_are_built_without_complaints_of_torch(engines, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)  # pytest listens at the root
+    with caplog.at_level(logging.WARNING, "torch.export"):
+        assert command(engines, tmp_path, "--max_batch_size", 1, "--max_seq_len", 32) == 0
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("torch")]
 
 
 @pytest.mark.parametrize(

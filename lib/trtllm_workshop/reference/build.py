@@ -110,7 +110,7 @@ def export_network(
         network = DecoderForCausalLM(network_config)
 
     def dim(name: str, most: int) -> Any:
-        return Dim(name, min=1, max=most) if most > 1 else None  # a dimension of exactly 1 is a static one
+        return Dim(name, min=1, max=most) if most > 1 else Dim.STATIC  # a dimension of exactly 1 is a static one
 
     tokens, rows = dim("num_tokens", limits.max_num_tokens), dim("num_logits", limits.max_num_tokens)
     requests, blocks = dim("num_requests", limits.max_batch_size), dim("blocks_per_request", most_blocks)
