@@ -101,6 +101,17 @@ def test_P89_stop_and_bad_words_for_all_or_for_each_request(runner, expected):
     assert rows(outputs)[0] == PROMPTS[0] + expected[0] and second[0] not in rows(outputs)[1][len(PROMPTS[1]) :]
 
 
+def test_P89_one_word_one_list_of_words_or_one_for_each_request_mean_the_same(runner, expected):
+    word = expected[0][4:6]
+    forms = (word, [word], [[word]])
+    made = [rows(runner.generate(tensors(PROMPTS[:1]), **CALL, stop_words_list=form)) for form in forms]
+    assert made[0] == made[1] == made[2] and made[0][0][-2:] == word and len(made[0][0]) < len(PROMPTS[0]) + NEW
+    for wrong in ("STOP", ["STOP"], [["STOP"]], [word, "STOP"], [[word], "STOP"], [[1.5]], 7):
+        with pytest.raises(ValueError, match=r"stop_words_list is .*, expected token ids.*tokenizer\.encode"):
+            runner.generate(tensors(PROMPTS[:2]), **CALL, stop_words_list=wrong)
+    assert not runner._executor.busy
+
+
 def test_temperature_zero_is_greedy(engines, runner, expected, capsys):
     assert rows(runner.generate(tensors(PROMPTS), **CALL, temperature=0.0, top_k=40))[0] == PROMPTS[0] + expected[0]
     python = ModelRunner.from_dir(str(engines.engine()))

@@ -166,8 +166,8 @@ class ModelRunnerCpp:
                 raise ValueError(f"prompt {row} of the batch is empty; give at least one token")
             rules = StopRules(
                 end_ids={given["end_id"]} if given["end_id"] >= 0 else set(),
-                stop_sequences=_words(given.get("stop_words_list"), row),
-                bad_sequences=_words(given.get("bad_words_list"), row),
+                stop_sequences=_words("stop_words_list", given.get("stop_words_list"), row),
+                bad_sequences=_words("bad_words_list", given.get("bad_words_list"), row),
                 min_tokens=_per_row(given.get("min_tokens"), row) or 0,
             )
             params = _sampling_params(given, row, new)
@@ -251,13 +251,32 @@ def _per_row(value: Any, row: int) -> Any:
     return value[row]
 
 
-def _words(words: Any, row: int) -> list[list[int]]:
-    """Stop or bad words of a request: token id lists, one list for all requests or one list of them per request."""
-    if not words:
+def _words(name: str, words: Any, row: int) -> list[list[int]]:
+    """Stop or bad words of a request, each a list of token ids.
+
+    One word ([5, 6]), words for all requests ([[5, 6], [7]]), or words for each request ([[[5, 6], [7]], []]).
+    """
+    if words is None:
         return []
-    per_request = any(isinstance(part, list | tuple) for entry in words for part in entry) or not any(words)
-    entry = _per_row(words, row) if per_request else words
-    return [list(map(int, word)) for word in entry if len(word)]
+    entry = words
+    if isinstance(words, list | tuple):
+        if not words or all(map(_is_id, words)):
+            return [list(words)] if words else []
+        parts = [part for group in words if isinstance(group, list | tuple) for part in group]
+        if not parts or any(isinstance(part, list | tuple) for part in parts):
+            entry = _per_row(words, row)
+    if not isinstance(entry, list | tuple) or not all(
+        isinstance(w, list | tuple) and all(map(_is_id, w)) for w in entry
+    ):
+        raise ValueError(
+            f"{name} is {words!r:.80}, expected token ids: one list of them for each word, as "
+            "tokenizer.encode(word, add_special_tokens=False) gives them"
+        )
+    return [list(word) for word in entry if word]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _sampling_params(given: dict[str, Any], row: int, new: int) -> SamplingParams:
