@@ -87,6 +87,15 @@ def test_P69_fp8_paged_attention_without_an_fp8_cache():
     assert requested_but_ignored({FP8: "enable", PAGED: "disable"}, QuantMode("FP8"), "9.0") == []
 
 
+def test_P69_fp8_attention_cannot_be_switched_off_alone():
+    """builder.py: 'FP8 Context FMHA is enabled to support FP8 Paged Context FMHA.'"""
+    problem = only({FP8: "disable"}, QuantMode("FP8", "FP8"), "9.0")
+    assert problem.severity == "warning" and f"{FP8} disable is ignored" in problem.message and PAGED in problem.fix
+    assert requested_but_ignored({FP8: "disable", PAGED: "disable"}, QuantMode("FP8", "FP8"), "9.0") == []
+    assert requested_but_ignored({FP8: "disable"}, QuantMode("FP8"), "9.0") == []
+    assert requested_but_ignored({FP8: "disable"}, QuantMode("W8A16", "FP8")) == []
+
+
 @pytest.mark.parametrize("mode", [QuantMode("W8A16", "INT8"), QuantMode("W8A16", "FP8"), QuantMode(None, "FP8")])
 def test_P69_paged_attention_is_switched_off_with_caches_that_it_cannot_read(mode):
     problem = only({PAGED: "enable"}, mode)

@@ -1,7 +1,7 @@
 """Which flags of a trtllm-build command line are asked for and have no effect, or stop the build, on a given GPU.
 
-The builder only logs a warning when it drops such a flag, and the line is lost among hundreds. Read from
-tensorrt_llm/builder.py and tensorrt_llm/plugin/plugin.py of the 1.x releases; users' threads: NVIDIA/TensorRT-LLM 1864, 2855.
+The builder only logs a warning when it drops such a flag, and the line is lost among hundreds. Where that was read:
+`reference/build_precision.py`. Users' threads: NVIDIA/TensorRT-LLM 1864, 2855.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ def requested_but_ignored(
         elif paged and cache != "FP8":
             message = f"{ignored}: with --{_PAGED} it reads the KV cache, which is {cache or '16-bit'} and not FP8"
             found.append(warning(message, f"quantize with --kv_cache_dtype fp8, or give --{_PAGED} disable"))
+    elif (
+        given.get(_FP8) == "disable"
+        and paged
+        and (mode.quant_algo, cache) == ("FP8", "FP8")
+        and gpu.supported is not False
+    ):
+        message = f"--{_FP8} disable is ignored: --{_PAGED} with FP8 weights and an FP8 KV cache switches it on again"
+        found.append(warning(message, f"give --{_PAGED} disable as well, or leave it out"))
     if given.get(_PAGED) == "enable" and cache == "INT8":
         message = f"--{_PAGED} enable is ignored: it does not work with an INT8 KV cache"
         found.append(warning(message, f"leave --{_PAGED} out, or quantize with --kv_cache_dtype fp8"))

@@ -1,8 +1,10 @@
 """Which quantizations a build can do on this device, in trtllm-build's own words.
 
-Read from tensorrt_llm/builder.py of the 1.x releases (what becomes of paged and FP8 context attention, INT8 on Blackwell), from
-what people report of TensorRT ("Networks with FP8 precision require hardware with FP8 support"), and from what PyTorch's FP8
-product asks of its factors.
+Read in the repository NVIDIA/TensorRT-LLM: tensorrt_llm/builder.py, what becomes of paged and FP8 context attention and of
+INT8 on Blackwell, at commit 008b2b8d23af95e4e19fa6f354f9c5f6349b2bfc (of the time of 0.20) and in a state of late 2025, which
+both say the same, word for word; 1.2.1 is later, and the file was not read at its tag. tensorrt_llm/plugin/plugin.py at commit
+c20322ffd3dc0740ca530c9fad989b22e64f6e06: both switches are on by default. Further sources: what people report of TensorRT
+("Networks with FP8 precision require hardware with FP8 support"), and what PyTorch's FP8 product asks of its factors.
 """
 
 from __future__ import annotations
