@@ -406,6 +406,24 @@ def test_check_finds_a_file_that_is_gone_or_changed(workspace: Workspace) -> Non
     assert course.check("02", workspace) == ["made is empty"]
 
 
+def test_the_texts_are_found_from_copied_notebooks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebooks = tmp_path / "notebooks"
+    notebooks.mkdir()
+    monkeypatch.chdir(notebooks)
+    own = course.datasets_folder()
+    assert own == Path(course.__file__).resolve().parents[2] / "datasets"
+    train = tmp_path / "datasets" / "calibration" / "train.jsonl"
+    train.parent.mkdir(parents=True)
+    train.write_text('{"text": "a"}')
+    assert course.datasets_folder() == tmp_path / "datasets"
+    monkeypatch.chdir(tmp_path)
+    assert course.datasets_folder() == tmp_path / "datasets"
+    train.unlink()
+    monkeypatch.setattr(course, "__file__", str(tmp_path / "lib" / "package" / "course.py"))
+    with pytest.raises(course.CourseProblem, match=r"copy the folder 'datasets'"):
+        course.datasets_folder()
+
+
 def test_selection(make: Make, tmp_path: Path) -> None:
     for name in ("00_a", "01_b", "02_c", "10_d"):
         make(name)

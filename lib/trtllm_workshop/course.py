@@ -21,7 +21,7 @@ from trtllm_workshop.run_status import FAILED, NOT_RUN, PASSED, Entry
 from trtllm_workshop.syllabus import prerequisites
 from trtllm_workshop.workspace import Workspace
 
-__all__ = ["CheckpointFailed", "Lesson", "MissingPrerequisite", "begin", "catch_up", "check", "run"]
+__all__ = ["CheckpointFailed", "Lesson", "MissingPrerequisite", "begin", "catch_up", "check", "datasets_folder", "run"]
 
 _NAME = re.compile(r"^(\d\d)_\w+\.ipynb$")
 DEFAULT_TIMEOUT = 3600.0
@@ -67,6 +67,19 @@ def notebooks_folder(folder: Path | None = None) -> Path:
             return candidate.resolve()
     looked = folder or f"{here}, its folder 'notebooks' and {beside_package}"
     raise CourseProblem(f"no numbered notebooks (such as 00_check_gpu.ipynb) in {looked}. Use --notebooks-dir FOLDER.")
+
+
+def datasets_folder() -> Path:
+    """The course's texts: ``datasets`` beside the notebooks, or of the checkout that this package comes from, for
+    notebooks that were copied elsewhere. Raises CourseProblem when neither is there."""
+    beside_package = Path(__file__).resolve().parents[2] / "datasets"
+    for candidate in (Path.cwd().parent / "datasets", Path.cwd() / "datasets", beside_package):
+        if (candidate / "calibration" / "train.jsonl").is_file():
+            return candidate.resolve()
+    raise CourseProblem(
+        f"the course's texts (datasets/calibration/train.jsonl) are neither beside {Path.cwd()} nor in {beside_package}: "
+        "copy the folder 'datasets' of the course beside the folder of the notebooks"
+    )
 
 
 def load(path: Path) -> Notebook:
