@@ -117,7 +117,7 @@ class CapacitySchedulerPolicy(str, Enum):
 
 
 class ContextChunkingPolicy(str, Enum):
-    """How long prompts share the tokens of a step; a means to an end that needs chunked context."""
+    """How long prompts share the tokens of a step, with chunked context; see `context_chunking`."""
 
     FIRST_COME_FIRST_SERVED = "FIRST_COME_FIRST_SERVED"
     EQUAL_PROGRESS = "EQUAL_PROGRESS"
@@ -128,15 +128,6 @@ class SchedulerConfig(OfficialConfig):
 
     capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     context_chunking_policy: ContextChunkingPolicy | None = None
-
-    @model_validator(mode="after")
-    def _implemented(self) -> SchedulerConfig:
-        if self.context_chunking_policy == ContextChunkingPolicy.EQUAL_PROGRESS:
-            raise ValueError(
-                "context_chunking_policy EQUAL_PROGRESS is not implemented by the reference toolchain; leave it out, or use "
-                "FIRST_COME_FIRST_SERVED"
-            )
-        return self
 
 
 class PluginConfig(OfficialConfig):

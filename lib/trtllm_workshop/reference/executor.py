@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trtllm_workshop.reference.configs import KvCacheConfig, SchedulerConfig
+from trtllm_workshop.reference.configs import ContextChunkingPolicy, KvCacheConfig, SchedulerConfig
 from trtllm_workshop.reference.engine import Engine
 from trtllm_workshop.reference.iteration_stats import IterationStats
 from trtllm_workshop.reference.kv_cache import KvCacheManager
@@ -60,6 +60,7 @@ class Executor:
     ) -> None:
         self.engine = engine
         build, config = engine.build_config, kv_cache_config or KvCacheConfig()
+        scheduling, first_come = scheduler_config or SchedulerConfig(), ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
         paged_context = bool(build["plugin_config"].get("use_paged_context_fmha", True))
         if enable_chunked_context and not paged_context:
             raise ValueError(
@@ -78,8 +79,9 @@ class Executor:
             self.kv_cache,
             self.max_batch_size,
             self.max_num_tokens,
-            policy=(scheduler_config or SchedulerConfig()).capacity_scheduler_policy.value,
+            policy=scheduling.capacity_scheduler_policy.value,
             enable_chunked_context=enable_chunked_context,
+            context_chunking_policy=(scheduling.context_chunking_policy or first_come).value,
         )
         self._runner = StepRunner(engine, pool, self.kv_cache, self.scheduler)
         self._ahead: LaunchedStep | None = None  # launched, its tokens not read yet
