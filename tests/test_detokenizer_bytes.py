@@ -139,6 +139,8 @@ def test_a_run_that_breaks_after_the_limit_keeps_what_was_shown():
     after = tokenizer.convert_tokens_to_ids("e")
     pieces = pieces_of(tokenizer, tokenizer.encode("a"), [*ids, after], byte_run_limit=4)
     assert "".join(pieces) == "\U0001f600\U0001f600" + REPLACEMENT * 4 + "e"
+    half = "".join(pieces_of(tokenizer, tokenizer.encode("a"), [*ids[:-2], after], byte_run_limit=4))
+    assert half == "\U0001f600\U0001f600" + REPLACEMENT * 2 + "e", "one for each byte that was not shown yet"
     exact = "".join(pieces_of(tokenizer, tokenizer.encode("a"), [*ids, after]))
     assert exact == REPLACEMENT * 12 + "e", "below the limit the text is the tokenizer's own"
 
