@@ -132,16 +132,25 @@ def whole_engine(llm: LLM, requests: int, prompt: int, new: int, seed: int) -> d
 
 
 def warm_up(llm: LLM, requests: int, prompt: int, seed: int) -> None:
-    """Compile and record everything that the load will need."""
-    graphs = llm._executor._runner._graphs
+    """Compile and record everything that the load will need: graphs, and steps full of prompts, with few and many others in them."""
+    executor = llm._executor
+    graphs = executor._runner._graphs
     if graphs is not None:
         most = min(requests, graphs.sizes[-1])
         graphs.warm_up([size for size in graphs.sizes if size <= graphs.size_for(most)])
-    llm.generate(random_prompts(llm, min(requests, 12), prompt, seed), fixed_length(3))
+    tokens = executor.max_num_tokens
+    for length in {prompt, min(prompt, 80)}:
+        llm.generate(random_prompts(llm, min(requests, tokens // length + 8), length, seed), fixed_length(3))
 
 
-def generation_steps(llm: LLM, batch: int, context: int, steps: int = 20, rounds: int = 7) -> dict[str, Any]:
-    """Steps in which `batch` requests with `context` tokens in the cache generate, one behind the other without a pause."""
+def generation_steps(
+    llm: LLM, batch: int, context: int, steps: int = 20, rounds: int = 7
+) -> tuple[dict[str, Any], Callable[[], object]]:
+    """Steps in which `batch` requests with `context` tokens in the cache generate, one behind the other without a pause.
+
+    Returns:
+        What was measured, and a function that runs one more such step.
+    """
     executor = llm._executor
     engine, per_block = executor.engine, executor.kv_cache.tokens_per_block
     each, spare = -(-context // per_block), executor.kv_cache.num_blocks
@@ -157,15 +166,15 @@ def generation_steps(llm: LLM, batch: int, context: int, steps: int = 20, rounds
     some()
     times = [milliseconds(some) / steps for _ in range(rounds)]
     needed = step_bytes(llm, batch, context)
-    return {
+    row = {
         "batch": batch,
         "context": context,
         "milliseconds": round(statistics.median(times), 4),
         "milliseconds_all": [round(t, 4) for t in times],
         "tokens_per_second": round(batch / statistics.median(times) * 1e3, 1),
         "bytes": needed,
-        "milliseconds_by_kind": kernel_shares(lambda: graphs.step(*inputs)),
     }
+    return row, lambda: graphs.step(*inputs)
 
 
 def step_bytes(llm: LLM, batch: int, context: int) -> int:
@@ -194,7 +203,10 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def kernel_shares(run: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds on the device by kind of kernel, from one profiled step; empty where it cannot be profiled."""
+    """Milliseconds on the device by kind of kernel, from one profiled step; empty where it cannot be profiled.
+
+    A process that was profiled once stays slower: time nothing in it afterwards.
+    """
     if not torch.cuda.is_available():
         return {}
     from torch.profiler import ProfilerActivity, profile

@@ -123,8 +123,9 @@ def test_tiles_cover_every_new_token_once_and_the_longest_come_first() -> None:
 
 
 def test_splits_fill_the_device_and_depend_on_the_number_of_requests_alone() -> None:
-    for kv_heads in (1, 4, 8):
-        splits = [triton_attention.splits_for(requests, kv_heads, 132) for requests in range(1, 1025)]
+    for kv_heads, itemsize in ((1, 2), (4, 2), (8, 1)):
+        splits = [triton_attention.splits_for(requests, kv_heads, 132, itemsize) for requests in range(1, 2049)]
         assert splits == sorted(splits, reverse=True) and splits[-1] == 1
         assert all(1 <= s <= triton_attention.MOST_SPLITS and s & (s - 1) == 0 for s in splits)
-    assert triton_attention.splits_for(64, 8, 132) == 1 and triton_attention.splits_for(1, 8, 132) > 16
+    assert triton_attention.splits_for(64, 8, 132, 2) == 1 and triton_attention.splits_for(1, 8, 132, 2) > 16
+    assert triton_attention.splits_for(64, 8, 132, 1) == 2

@@ -15,7 +15,8 @@ from trtllm_workshop.reference import triton_products  # noqa: E402
 from trtllm_workshop.reference.fp8 import to_e4m3  # noqa: E402
 
 SIZES = [(10, 1024), (13, 1500), (7, 96), (6, 2048)] + ([(6144, 4096), (28672, 4096), (4096, 14336)] if CUDA else [])
-TOLERANCE = {"float16": 1e-3, "bfloat16": 6e-3}
+# Up to four values are rounded on the way (fc, SiLU, gate, the product), each by at most 4.9e-4 (float16) or 3.9e-3 (bfloat16).
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.2e-2}
 
 
 @pytest.mark.parametrize("kind", TYPES)

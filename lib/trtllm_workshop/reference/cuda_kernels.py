@@ -227,6 +227,9 @@ def fused_attention(
         paged.context_attention(q, pool, scale, blocks, plan.tiles, out)
     else:
         of_contexts = [part[:contexts] for part in requests]
+        if start == q.shape[0]:  # nothing else is in the step: no copy
+            out = attention.attend_packed(q, k, v, pool, scale, *of_contexts)
+            return out if out_scale is None else quantize(out, out_scale)
         out[:start] = attention.attend_packed(q[:start], k[:start], v[:start], pool, scale, *of_contexts)
     if start < q.shape[0]:
         rows = (blocks[contexts:], sequence_length[contexts:], out[start:])

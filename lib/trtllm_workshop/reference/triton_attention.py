@@ -25,6 +25,10 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 ROWS = 64  # new tokens in a tile of the context phase
 MOST_SPLITS = 64
+# Cached tokens a generation program takes at a time, the warps that share them, and how many such tiles it reads ahead. Measured on an
+# H200, 880 requests with 1,500 e4m3 tokens: 3.72 TB/s with 2 warps, 2.52 with 4 and 1.84 with 8, where a copy reaches 4.2; in
+# bfloat16 with 64 requests of 1,000 tokens 3.93, 3.86 and 3.74.
+TILE, WARPS, STAGES = 64, 2, 2
 
 
 @triton.jit
@@ -56,7 +60,7 @@ def _store(out, at, value, inside, out_scale, KIND: tl.constexpr, ROUND: tl.cons
         tl.store(out + at, value, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _generation(
     q,
     q_stride,
@@ -70,22 +74,23 @@ def _generation(
     parts,
     weights_of_parts,
     softmax_scale,
+    splits,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     ROUND: tl.constexpr,
     KIND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a KV head, request and split. HEADS is GROUP rounded up to what a matrix product needs."""
+    """One program a KV head, request and split. HEADS is GROUP rounded up to what a matrix product needs; WHOLE means one split."""
     head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    span = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
+    span = tl.cdiv(tl.cdiv(length, TILE), splits) * TILE
     begin = split * span
     end = tl.minimum(begin + span, length)
     if begin >= end:
@@ -115,10 +120,10 @@ def _generation(
         weights, top, total, acc = _online_softmax(scores, top, total, acc)
         acc = tl.dot(weights.to(compute), values, acc)
     result = acc / total[:, None] * factor
-    if SPLITS == 1:
+    if WHOLE:
         _store(out, row * KV_HEADS * GROUP * SIZE + heads, result, of_group, out_scale, KIND, ROUND)
     else:
-        part = (row * SPLITS + split) * KV_HEADS * GROUP
+        part = (row * splits + split) * KV_HEADS * GROUP
         tl.store(parts + part * SIZE + heads, result, of_group)
         tl.store(weights_of_parts + part + head * GROUP + member, top + tl.log2(total), member < GROUP)
 
@@ -210,9 +215,12 @@ def serves(heads: int, kv_heads: int, head_size: int) -> bool:
     return heads % kv_heads == 0 and head_size in (16, 32, 64, 128, 256)
 
 
-def splits_for(requests: int, kv_heads: int, processors: int) -> int:
-    """Into how many parts sequences are split, so that every multiprocessor of the device has work: a power of two."""
-    wanted = max(1, 6 * processors // (requests * kv_heads))
+def splits_for(requests: int, kv_heads: int, processors: int, itemsize: int) -> int:
+    """Into how many parts sequences are split, so that every multiprocessor of the device has work: a power of two.
+
+    The fewer bytes a cached value has (`itemsize`), the more programs must wait for theirs at a time.
+    """
+    wanted = max(1, 12 * processors // (itemsize * requests * kv_heads))
     return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
@@ -250,18 +258,18 @@ def generation_attention(
     kv_heads, per_block = pool.shape[3], pool.shape[1]
     group = heads // kv_heads
     if splits is None:
-        splits = splits_for(requests, kv_heads, _processors(q.device))
+        splits = splits_for(requests, kv_heads, _processors(q.device), pool.dtype.itemsize)
     parts = torch.empty(requests * splits * heads * size if splits > 1 else 1, dtype=torch.float32, device=q.device)
     shares = torch.empty(requests * splits * heads if splits > 1 else 1, dtype=torch.float32, device=q.device)
-    tile, rounded, kind = 64, out_scale is not None, _kind(q.dtype)
+    rounded, kind = out_scale is not None, _kind(q.dtype)
     _generation[(kv_heads, requests, splits)](
         q, q.stride(0), pool, blocks, blocks.stride(0), lengths, scale, out, out_scale, parts, shares,
-        LOG2_E / size**0.5, kv_heads, group, max(16, triton.next_power_of_2(group)), size, per_block, tile, splits,
-        scale is not None, rounded, kind, 2, num_warps=4,
+        LOG2_E / size**0.5, splits, kv_heads, group, max(16, triton.next_power_of_2(group)), size, per_block, TILE,
+        splits == 1, scale is not None, rounded, kind, STAGES, num_warps=WARPS,
     )  # fmt: skip
     if splits > 1:
         _join[(heads, requests)](
-            parts, shares, lengths, out, out_scale, heads, size, tile, splits, rounded, kind, num_warps=4
+            parts, shares, lengths, out, out_scale, heads, size, TILE, splits, rounded, kind, num_warps=4
         )
 
 

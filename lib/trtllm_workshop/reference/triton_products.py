@@ -105,9 +105,13 @@ def row_product(
     outputs //= 2 if gated else 1
     kind = dtype if out_scale is None else torch.float8_e4m3fn
     out = torch.empty(1, outputs, dtype=kind, device=x.device)
-    rows, block = (2, 1024) if gated else (4, 1024)
+    # Measured on an H200: bfloat16 reads fastest in pieces of 16 bytes a thread with four warps, e4m3 with two; short outputs and
+    # gates, which read two rows for one, want fewer rows a program.
+    rows, block, warps = 2, 1024, 4 if weight.dtype.itemsize == 2 else 2
+    if weight.dtype.itemsize == 2 and not gated and outputs > 4096:
+        rows = 4
     _row_product[(triton.cdiv(outputs, rows),)](
         x, weight, bias, weight_scale, scale, out_scale, out, outputs, inputs, bias is not None, scale is not None, gated,
-        out_scale is not None, inputs % block == 0, rows, block, KINDS[dtype], num_warps=4,
+        out_scale is not None, inputs % block == 0, rows, block, KINDS[dtype], num_warps=warps,
     )  # fmt: skip
     return out
