@@ -142,6 +142,17 @@ def test_what_a_failed_step_should_have_computed_is_not_found():
     assert plan(simulation.step())[0] == [(1, 0, 9)]
 
 
+def test_a_prompt_that_is_cancelled_half_way_leaves_what_was_computed_of_it():
+    scheduler = Scheduler(KvCacheManager(20, 4), max_batch_size=4, max_num_tokens=8, enable_chunked_context=True)
+    half_way = Work(0, [1] * 24, 3)
+    simulation = fill(scheduler, half_way)
+    simulation.step()
+    simulation.step()
+    simulation.cancel(half_way)
+    scheduler.add(Work(1, [1] * 24, 3))
+    assert plan(simulation.step())[0] == [(1, 16, 8)]
+
+
 def test_a_request_is_left_out_once_its_last_token_is_on_its_way():
     scheduler = Scheduler(KvCacheManager(20, 4), max_batch_size=4, max_num_tokens=64)
     scheduler.add(Work(0, [1, 2], 3))

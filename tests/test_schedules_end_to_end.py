@@ -21,6 +21,7 @@ from quantized_checkpoints import quantized_checkpoint
 from trtllm_workshop.reference.build import build_engine
 from trtllm_workshop.reference.capacity_scheduler import CAPACITY_SCHEDULER_POLICIES
 from trtllm_workshop.reference.configs import BuildConfig, KvCacheConfig, PluginConfig, SchedulerConfig
+from trtllm_workshop.reference.context_chunking import CONTEXT_CHUNKING_POLICIES
 from trtllm_workshop.reference.engine import Engine
 from trtllm_workshop.reference.executor import Executor
 from trtllm_workshop.reference.llm import LLM
@@ -58,6 +59,7 @@ class Schedule:
     ahead: bool
     arrivals: list[tuple[int, Request]]
     aborts: dict[int, int] = field(default_factory=dict)  # request -> step
+    chunking: str = "FIRST_COME_FIRST_SERVED"
 
     def executor(self, engine: Engine) -> Executor:
         return Executor(
@@ -65,7 +67,9 @@ class Schedule:
             KvCacheConfig(max_tokens=self.pool_blocks * TOKENS_PER_BLOCK, enable_block_reuse=self.reuse),
             max_batch_size=self.max_batch_size,
             max_num_tokens=self.max_num_tokens,
-            scheduler_config=SchedulerConfig(capacity_scheduler_policy=self.policy),
+            scheduler_config=SchedulerConfig(
+                capacity_scheduler_policy=self.policy, context_chunking_policy=self.chunking
+            ),
             enable_chunked_context=self.chunked,
         )
 
@@ -94,6 +98,7 @@ def schedules(draw, ahead=True, most=7, aborts=True, logits=None):
         ahead=draw(st.booleans()) if ahead else False,
         arrivals=sorted(arrivals, key=lambda a: a[0]),
         aborts=draw(st.dictionaries(ids, st.integers(0, 25), max_size=2)) if aborts else {},
+        chunking=draw(st.sampled_from(CONTEXT_CHUNKING_POLICIES)),
     )
 
 
