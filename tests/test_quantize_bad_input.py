@@ -233,6 +233,12 @@ def test_official_defaults_of_flags_without_meaning_pass(source, tmp_path):
     assert main([*arguments, "--num_medusa_heads", "4", "--cp_size", "1", "--decoder_type", "gptnext"]) == 0
 
 
+def test_a_caller_keeps_its_signal_handler(source, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--model_dir", str(source / "nothing"), "--output_dir", str(tmp_path / "out")]) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_without_a_model(capsys):
     assert main(["--qformat", "fp8"]) == 1 and "--model_dir is missing" in capsys.readouterr().err
 
@@ -300,7 +306,8 @@ def test_an_interrupted_calibration_leaves_nothing(source, tmp_path, number):
             _, errors = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert process.returncode in (128 + number, 130) and "Traceback" not in errors
+    assert process.returncode == 128 + number and "Traceback" not in errors
+    assert f"terminated; {tmp_path / 'out'} is as" in errors or f"interrupted; {tmp_path / 'out'} is as" in errors
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["many"]
 
 

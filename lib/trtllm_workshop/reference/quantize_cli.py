@@ -43,7 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script and returns its exit code: 0, 1 with the reason on standard error, or 130 when interrupted."""
+    """Runs the script and returns its exit code: 0, 1 with the reason on standard error, 130 when
+    interrupted or 143 when terminated."""
     print(banner(SCRIPT), flush=True)
     options = vars(make_parser().parse_args(argv))
     model_dir, output_dir = options.pop("model_dir"), options.pop("output_dir")
@@ -52,12 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     os.environ["HF_DATASETS_OFFLINE"] = "1"  # nothing here may reach for the network
     # A terminated run must clean up behind itself; by default Python would just stop.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return exit_code(lambda: _run(model_dir, output_dir, options), output_dir)
-    except KeyboardInterrupt:
-        print(f"error: interrupted; {output_dir} is as it was before", file=sys.stderr, flush=True)
-        return 130
+    except (KeyboardInterrupt, SystemExit) as stop:
+        what, code = ("terminated", stop.code) if isinstance(stop, SystemExit) else ("interrupted", 130)
+        print(f"error: {what}; {output_dir} is as it was before", file=sys.stderr, flush=True)
+        return int(code or 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(model_dir: str, output_dir: str, options: dict[str, Any]) -> None:
