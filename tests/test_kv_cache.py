@@ -11,6 +11,18 @@ from trtllm_workshop.reference.kv_cache import KvCacheManager, OutOfBlocks
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
+def check_tree(manager: KvCacheManager) -> None:
+    """What can be found is what can be reached, block after block, from the beginning of a text."""
+    found, branch = {}, [manager._root]
+    for node in branch:
+        for tokens, child in node.children.items():
+            assert child.parent is node and child.tokens == tokens and len(tokens) == manager.tokens_per_block
+            found[child.block] = child
+            branch.append(child)
+    assert found == manager._nodes, "each findable block can be reached, once"
+    assert set(manager._cached) <= set(found) and not set(manager._empty) & set(found)
+
+
 class KvCacheMachine(RuleBasedStateMachine):
     """Requests come, grow, compute and go at random.
 
@@ -129,15 +141,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def what_can_be_found_hangs_together(self):
         if not hasattr(self, "manager"):
             return
-        manager, found = self.manager, {}
-        branch = [manager._root]
-        for node in branch:
-            for tokens, child in node.children.items():
-                assert child.parent is node and child.tokens == tokens and len(tokens) == manager.tokens_per_block
-                found[child.block] = child
-                branch.append(child)
-        assert found == manager._nodes, "each findable block can be reached, once"
-        assert set(manager._cached) <= set(found) and not set(manager._empty) & set(found)
+        check_tree(self.manager)
 
     @invariant()
     def slots_that_are_written_belong_to_one_request(self):
@@ -234,9 +238,10 @@ def test_two_requests_that_compute_the_same_text_at_once_keep_their_own_blocks()
     manager.add_sequence(3, [7] * 8)
     manager.reserve(3, 8)  # takes the last empty blocks and those of request 1, the prefix of what 2 made findable
     assert manager.fit([*long, 0], 1).cached_tokens == 0, "a block without its prefix is not found"
+    check_tree(manager)
     manager.commit(2, long)
     manager.remove_sequence(2)
-    assert manager.fit([*long, 0], 1).cached_tokens == 0
+    assert manager.fit([*long, 0], 1).cached_tokens == 6, "its own blocks are found in their place"
     assert manager.free_blocks == 3
 
 

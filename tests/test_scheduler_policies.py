@@ -71,6 +71,17 @@ def test_max_utilization_starts_more_and_pauses_the_youngest():
     assert old.token_ids == alone(old) and young.token_ids == alone(young)
 
 
+def test_several_paused_requests_wait_in_the_order_of_their_arrival():
+    scheduler = Scheduler(KvCacheManager(4, 2), max_batch_size=4, max_num_tokens=64, policy="MAX_UTILIZATION")
+    work = [Work(n, [n % 3], 4) for n in range(4)]
+    simulation = fill(scheduler, *work)
+    simulation.step()
+    assert plan(simulation.step()) == ([], [0, 1, 2, 3])
+    batch = simulation.step()
+    assert plan(batch) == ([], [0, 1]) and batch.paused == [work[3], work[2]]
+    assert list(scheduler.waiting) == [work[2], work[3]]
+
+
 def test_a_paused_request_computes_everything_again_without_reuse():
     cache = KvCacheManager(4, 4, enable_block_reuse=False)
     scheduler = Scheduler(cache, max_batch_size=4, max_num_tokens=8, policy="MAX_UTILIZATION")
@@ -90,10 +101,12 @@ def test_a_long_prompt_does_not_stall_those_that_generate_when_it_is_cut():
     simulation = fill(scheduler, Work(0, [1, 1], 9), Work(1, [2, 2], 9))
     simulation.step()
     scheduler.add(Work(2, [0] * 30, 4))
+    scheduler.add(Work(3, [0], 4))
     assert plan(simulation.step()) == ([(2, 0, 12)], [0, 1]), "two tokens for those that generate, the rest in blocks"
     assert plan(simulation.step()) == ([(2, 12, 12)], [0, 1])
-    assert plan(simulation.step()) == ([(2, 24, 6)], [0, 1])
-    assert plan(simulation.step()) == ([], [0, 1, 2])
+    assert len(scheduler.running) == 3, "the one behind would get nothing of these steps, so it takes no blocks either"
+    assert plan(simulation.step()) == ([(2, 24, 6), (3, 0, 1)], [0, 1])
+    assert plan(simulation.step()) == ([], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,13 @@ class KvCacheManager:
                 f"request {request_id} owns {len(sequence.blocks)} blocks of {size} tokens, which cannot hold the "
                 f"{len(token_ids)} tokens to commit; reserve them first"
             )
-        if not self.enable_block_reuse or full <= sequence.committed:
+        if not self.enable_block_reuse:
             return
         if not self._findable(sequence.node):
             # The prefix was another request's block of the same content, given away since: start again from the root.
             sequence.node, sequence.committed = self._root, 0
+        if full <= sequence.committed:
+            return
         node = sequence.node
         for index in range(sequence.committed, full):
             tokens = tuple(token_ids[index * size : (index + 1) * size])
@@ -291,5 +293,4 @@ class KvCacheManager:
             del self._nodes[gone.block]
             if not self._references[gone.block]:
                 del self._cached[gone.block]
-        # The block that was asked for lies on top, and is the next one taken.
-        self._empty.extend(gone.block for gone in reversed(branch) if not self._references[gone.block])
+        self._empty.extend(gone.block for gone in branch if not self._references[gone.block])

@@ -100,8 +100,6 @@ class Scheduler(Generic[Job]):
             )
         # A step too small for a whole unit is filled by blocks, or even token by token.
         self._unit = next(u for u in (unit, size, 1) if u <= self.max_num_tokens)
-        # Every running request needs room for its one token in each step.
-        self._most_running = min(self.max_batch_size, self.max_num_tokens)
         self._equal = self.enable_chunked_context and self.context_chunking_policy == "EQUAL_PROGRESS"
 
     @property
@@ -192,7 +190,7 @@ class Scheduler(Generic[Job]):
         """Make the prompts of the last step findable: they are in the cache before the next step reads it."""
         for progress in self._uncommitted:
             request_id = progress.request.request_id
-            if self.capacity.running.get(request_id) is progress:
+            if request_id in self.capacity.running:
                 self.kv_cache.commit(request_id, progress.context[: progress.cached])
         self._uncommitted.clear()
 
@@ -200,7 +198,7 @@ class Scheduler(Generic[Job]):
         """Prompts for the rest of a step: those begun, then as many of the waiting line as get some of it."""
         left = budget - sum(map(self._claim, filling))
         may_admit = may_admit and self.capacity.accepts_new
-        while may_admit and self.waiting and left > 0 and len(self.capacity.running) < self._most_running:
+        while may_admit and self.waiting and left > 0 and len(self.capacity.running) < self.max_batch_size:
             head = self.waiting[0]
             # Without chunked context, only tokens made before a pause can make a context longer than a whole step.
             tokens = len(head.prompt_token_ids) + len(head.token_ids)
