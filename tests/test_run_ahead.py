@@ -141,3 +141,12 @@ def test_a_failed_step_ends_what_was_launched_after_it(engines, monkeypatch):
     executor.submit(again)
     run(executor)
     assert again.token_ids == llm.generate(prompt_of(5, 1), free_running(20)).outputs[0].token_ids
+
+
+def test_a_request_aborted_before_it_was_submitted_never_runs(engines):
+    executor = executor_of(engines.llm(), graphs=False)
+    request = request_of(1, prompt_of(5), free_running(6, detokenize=False))
+    executor.abort([request])
+    executor.submit(request)
+    run(executor)
+    assert request.finish_reason == "cancelled" and request.token_ids == [] and executor.iterations == 0

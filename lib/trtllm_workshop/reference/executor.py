@@ -151,7 +151,9 @@ class Executor:
 
     def _admit_submitted(self) -> None:
         while self._submitted:
-            self.scheduler.add(self._submitted.popleft())
+            request = self._submitted.popleft()
+            if not request.finished:  # aborted before it came here
+                self.scheduler.add(request)
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
