@@ -64,11 +64,11 @@ def timelines(panels: Mapping[str, Sequence[Span]], slots: int) -> Any:
                     free = max(free, span.end)
                 _idle(axes, slot, free - begin, end - begin)
             axes.axvline(end - begin, color=s.RED, linestyle="--", linewidth=2)
-            axes.text(end - begin, -0.62, f" {end - begin:.1f} s", color=s.INK, fontsize=s.SMALL, va="bottom")
+            axes.text(end - begin, (slots - 1) / 2, f" {end - begin:.1f} s", fontsize=s.NORMAL, va="center")
             axes.set_ylim(slots - 0.5, -0.5)
             axes.set_yticks(range(slots), [f"slot {slot + 1}" for slot in range(slots)])
-            axes.set_title(title, fontsize=s.NORMAL, pad=14)
-            axes.set_xlim(0, 1.07 * longest)
+            axes.set_title(title, fontsize=s.NORMAL)
+            axes.set_xlim(0, 1.09 * longest)
         grid[-1][0].set_xlabel("seconds since the first request")
         names = {
             "context phase": (CONTEXT, CONTEXT_HATCH),
