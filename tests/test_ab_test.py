@@ -125,10 +125,12 @@ def test_garbage_with_words_is_worse_by_its_score():
     assert compare_answers(garbage, good, "broken", "bf16").verdict == "broken is worse"
 
 
-def test_a_loss_within_the_tolerance_is_not_called_a_difference():
+def test_a_sure_loss_within_the_tolerance_is_called_just_that():
     left = normal(24, -1, 0.3)
     right = [x - d for x, d in zip(left, normal(24, 0.05, 0.03, seed=2), strict=True)]
-    assert compare_answers(answers(left), answers(right), tolerance=0.1).verdict == NO_DIFFERENCE
+    for one, two, names in ((left, right, "xy"), (right, left, "yx")):
+        report = compare_answers(answers(one), answers(two), *names, tolerance=0.1)
+        assert report.verdict == "y is worse, but within the tolerance"
     assert compare_answers(answers(left), answers(right), "x", "y", tolerance=0.01).verdict == "y is worse"
 
 

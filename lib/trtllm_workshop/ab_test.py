@@ -111,13 +111,14 @@ class ABReport:
             "An engine fails the gate when the interval of its surplus of degenerate answers lies above 0. "
             f"With fewer than {self.min_prompts} prompts whose answers both pass, it is too few to tell. An engine is worse "
             f"when the interval of the mean difference lies beyond the tolerance of {self.tolerance:g} nats per token and "
-            "the interval of the win share beyond one half. No difference is seen when the interval of the mean difference "
-            "lies within the tolerance on both sides. Everything else is too few prompts to tell."
+            "the interval of the win share beyond one half. When the interval of the mean difference lies within the "
+            "tolerance, no difference is seen if it holds 0, and otherwise one engine is worse within the tolerance. "
+            "Everything else is too few prompts to tell."
         )
 
     @property
     def verdict(self) -> str:
-        """In words, by `rule`: somebody fails the gate, somebody is worse, no difference seen, or too few prompts."""
+        """In words, by `rule`: somebody fails the gate or is worse (perhaps within the tolerance), no difference, too few."""
         if self.more_degenerate.low > 0:
             return f"{self.b} fails the degenerate gate"
         if self.more_degenerate.high < 0:
@@ -129,7 +130,8 @@ class ABReport:
         if self.difference.low > self.tolerance and self.win_share.low > 0.5:
             return f"{self.a} is worse"
         if -self.tolerance <= self.difference.low and self.difference.high <= self.tolerance:
-            return NO_DIFFERENCE
+            loser = self.b if self.difference.high < 0 else self.a if self.difference.low > 0 else None
+            return f"{loser} is worse, but within the tolerance" if loser else NO_DIFFERENCE
         return TOO_FEW
 
     def __str__(self) -> str:
