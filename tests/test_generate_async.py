@@ -211,6 +211,23 @@ def test_shutdown_ends_the_thread_and_what_still_runs(engines):
     llm.shutdown()
 
 
+def test_shutdown_from_the_thread_that_runs_the_steps(engines):
+    """A callback that shuts everything down must not wait for itself."""
+    llm = LLM(engines.engine(), tokenizer=str(engines.hf()), kv_cache_config=KvCacheConfig(max_tokens=400))
+    output = llm.generate_async(prompt_of(20), free_running(130), streaming=True)
+    executor, thread, listener = llm._executor, llm._loop._thread, output._request.listener
+
+    def last(request):
+        listener(request)
+        if len(request.token_ids) == 5:
+            llm.shutdown()
+
+    output._request.listener = last
+    assert output.result(20).aborted()
+    thread.join(10)
+    assert not thread.is_alive() and not executor.busy and executor.kv_cache.stats().usedNumBlocks == 0
+
+
 def test_a_forgotten_llm_ends_its_thread(engines):
     llm = LLM(engines.engine(), tokenizer=str(engines.hf()), kv_cache_config=KvCacheConfig(max_tokens=400))
     llm.generate_async(prompt_of(5), free_running(3)).result(20)

@@ -90,6 +90,7 @@ class Executor:
         self._lock = threading.Lock()
         self._submitted: deque[Request] = deque()
         self._aborted: deque[Request] = deque()
+        self._abort_all = False
 
     @property
     def iterations(self) -> int:
@@ -111,26 +112,28 @@ class Executor:
         self._take_aborted()
 
     def abort_all(self) -> None:
-        """Abort every request there is."""
-        with self._lock:
-            requests = [*self.scheduler.running, *self.scheduler.waiting, *self._submitted]
-        self.abort(requests)
+        """Abort every request there is: at once, or when the running step ends."""
+        self._abort_all = True
+        self._take_aborted()
 
     @property
     def busy(self) -> bool:
         scheduler = self.scheduler
-        return bool(self._submitted or self._aborted or self._ahead or scheduler.waiting or scheduler.num_running)
+        asked = self._submitted or self._aborted or self._abort_all
+        return bool(asked or self._ahead or scheduler.waiting or scheduler.num_running)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with self._lock:
-            yield
-        # Aborted after the step's last look, by somebody who found the lock taken.
-        self._take_aborted()
+        try:
+            with self._lock:
+                yield
+        finally:
+            # Aborted after the step's last look, by somebody who found the lock taken.
+            self._take_aborted()
 
     def _take_aborted(self) -> None:
         # A thread that holds the lock already, in a listener, gets here too: it must not wait for itself.
-        while self._aborted and self._lock.acquire(blocking=False):
+        while (self._aborted or self._abort_all) and self._lock.acquire(blocking=False):
             try:
                 self._drop_aborted()
             finally:
@@ -138,6 +141,9 @@ class Executor:
 
     def _drop_aborted(self) -> None:
         """Under the lock: forget aborted requests and tell their listeners."""
+        if self._abort_all:
+            self._abort_all = False
+            self._aborted.extend([*self.scheduler.running, *self.scheduler.waiting, *self._submitted])
         ended = []
         while self._aborted:
             request = self._aborted.popleft()
