@@ -22,6 +22,16 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Engines(tmp_path_factory.mktemp("engines"))
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For thousands of tiny steps, in which several threads only wait for each other."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packaged SmolLM2 as a Hugging Face folder, for tests marked slow."""

@@ -13,6 +13,8 @@ from trtllm_workshop.reference.configs import KvCacheConfig
 from trtllm_workshop.reference.llm import LLM
 from trtllm_workshop.reference.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEXT = "The capital of France is"
 
 

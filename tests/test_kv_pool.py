@@ -10,6 +10,8 @@ from trtllm_workshop.reference.configs import KvCacheConfig, SchedulerConfig
 from trtllm_workshop.reference.kv_pool import CPU_POOL_CAP, pool_blocks
 from trtllm_workshop.reference.llm import LLM
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 GIB = 1 << 30
 

@@ -11,6 +11,8 @@ from trtllm_workshop.reference.configs import KvCacheConfig, SchedulerConfig
 from trtllm_workshop.reference.llm import LLM
 from trtllm_workshop.reference.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = [
     lambda seed: free_running(12, return_context_logits=True),
     lambda seed: SamplingParams(max_tokens=14, ignore_eos=True, top_k=50, temperature=1.1, seed=seed),

@@ -16,6 +16,8 @@ from trtllm_workshop.reference.request import Request
 from trtllm_workshop.reference.sampling_params import SamplingParams, StopRules
 from trtllm_workshop.reference.step_runner import StepRunner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(autouse=True)
 def run_ahead(monkeypatch):

@@ -29,6 +29,8 @@ from trtllm_workshop.reference.request import Request
 from trtllm_workshop.reference.sampling_params import StopRules
 from trtllm_workshop.reference.step_runner import StepRunner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LONGEST = 40  # tokens of a prompt
 MOST_NEW = 16
 NUMBERS = itertools.count(1)
@@ -163,15 +165,6 @@ class Alone:
 
 def engine_of(llm: LLM) -> Engine:
     return llm._executor.engine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Thousands of tiny steps: several threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import torch
 
 from trtllm_workshop.reference.configs import ContextChunkingPolicy, KvCacheConfig, SchedulerConfig
 from trtllm_workshop.reference.engine import Engine
+from trtllm_workshop.reference.interrupts import interrupts_held
 from trtllm_workshop.reference.iteration_stats import IterationStats
 from trtllm_workshop.reference.kv_cache import KvCacheManager
 from trtllm_workshop.reference.kv_pool import KvPool
@@ -124,20 +125,22 @@ class Executor:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        finally:
-            # Aborted after the step's last look, by somebody who found the lock taken.
-            self._take_aborted()
+        with interrupts_held():
+            try:
+                with self._lock:
+                    yield
+            finally:
+                # Aborted after the step's last look, by somebody who found the lock taken.
+                self._take_aborted()
 
     def _take_aborted(self) -> None:
         # A thread that holds the lock already, in a listener, gets here too: it must not wait for itself.
         while (self._aborted or self._abort_all) and self._lock.acquire(blocking=False):
-            try:
-                self._drop_aborted()
-            finally:
-                self._lock.release()
+            with interrupts_held():
+                try:
+                    self._drop_aborted()
+                finally:
+                    self._lock.release()
 
     def _drop_aborted(self) -> None:
         """Under the lock: forget aborted requests and tell their listeners."""
