@@ -157,7 +157,12 @@ def test_sampling_flags(run):
         (("--top_p", "100"), "top_p=100.0 is out of range"),
         (("--max_output_len", "400"), "exceeds the engine or specified limit (160)"),
         (("--input_file", "prompts.docx"), "--input_file prompts.docx: a .txt file"),
-        (("--input_file", "nowhere.txt"), "nowhere.txt"),
+        (
+            ("--input_file", "nowhere.txt"),
+            "--input_file nowhere.txt cannot be read (No such file or directory): check the path",
+        ),
+        (("--max_output_len", "0"), "max_new_tokens=0 must be at least 1"),
+        (("--kv_cache_free_gpu_memory_fraction", "0"), "free_gpu_memory_fraction=0.0 must be above 0"),
         (("--max_input_length", "0"), "--max_input_length 0"),
         (("--tokenizer_dir", ""), "--tokenizer_dir is missing"),
     ],
@@ -165,6 +170,16 @@ def test_sampling_flags(run):
 def test_bad_input_is_one_line_and_exit_code_1(run, flags, said):
     code, _, err = run(*flags)
     assert code == 1 and said in err and err.startswith("[TRT-LLM] [E] ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"\xff\xfe", "is no text in UTF-8"), (b"", "holds no prompt"), (b"\n\n", "holds no prompt")]
+)
+@pytest.mark.parametrize("name", ["prompts.txt", "ids.csv"])
+def test_input_files_without_prompts(run, tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    code, _, err = run("--input_file", tmp_path / name)
+    assert code == 1 and len(err.splitlines()) == 1 and f"--input_file {tmp_path / name} {said}" in err
 
 
 def test_a_csv_cell_that_is_no_token_id(run, tmp_path):

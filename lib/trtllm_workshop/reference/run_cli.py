@@ -68,14 +68,11 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
     texts = list(args.input_text)
     if args.input_file:
         path = Path(args.input_file)
+        lines = _lines(path)
         if path.suffix == ".csv":
-            rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
+            rows = [row for row in csv.reader(lines) if row]
             return [[_token_id(cell, path, number) for cell in row][-most:] for number, row in enumerate(rows, 1)]
-        if path.suffix != ".txt":
-            raise ValueError(
-                f"--input_file {path}: a .txt file (one prompt a line) or a .csv file (token ids) is read here"
-            )
-        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+        texts = lines
     prompts = []
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=args.add_special_tokens) if text else []
@@ -85,6 +82,22 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
             print(f"[TRT-LLM] [W] a prompt of {len(ids)} tokens is cut to the first {most} (--max_input_length)")
         prompts.append(ids[:most])
     return prompts
+
+
+def _lines(path: Path) -> list[str]:
+    if path.suffix not in (".txt", ".csv"):
+        raise ValueError(
+            f"--input_file {path}: a .txt file (one prompt a line) or a .csv file (token ids) is read here"
+        )
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--input_file {path} is no text in UTF-8 ({error.reason}): save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"--input_file {path} cannot be read ({error.strerror}): check the path") from error
+    if not lines:
+        raise ValueError(f"--input_file {path} holds no prompt: write one a line")
+    return lines
 
 
 def _token_id(cell: str, path: Path, row: int) -> int:

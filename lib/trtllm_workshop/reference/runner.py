@@ -82,9 +82,10 @@ class ModelRunnerCpp:
         given = refuse_unknown(owner, kwargs, implemented & set(official), official)
         if given.get("rank", 0) != 0:
             raise ValueError(f"rank={given['rank']}: the reference toolchain runs engines of one rank, rank 0")
+        fraction = given.get("kv_cache_free_gpu_memory_fraction")
         config = KvCacheConfig(
             max_tokens=given.get("max_tokens_in_paged_kv_cache"),
-            free_gpu_memory_fraction=given.get("kv_cache_free_gpu_memory_fraction") or 0.9,
+            free_gpu_memory_fraction=0.9 if fraction is None else fraction,
             enable_block_reuse=bool(given.get("kv_cache_enable_block_reuse", False)),
         )
         engine = load_engine(engine_dir)
@@ -150,7 +151,10 @@ class ModelRunnerCpp:
                 f"Input batch size ({len(batch)}) exceeds the engine or specified limit ({self.max_batch_size}); send fewer "
                 f"prompts at once or build with --max_batch_size {len(batch)}"
             )
-        new, longest = given.get("max_new_tokens") or 1, max(len(ids) for ids in batch)
+        asked = given.get("max_new_tokens")
+        new, longest = 1 if asked is None else asked, max(len(ids) for ids in batch)
+        if new < 1:
+            raise ValueError(f"max_new_tokens={new} must be at least 1 (--max_output_len of run.py)")
         if longest > self.max_input_len:
             raise RuntimeError(
                 f"Maximum input length ({longest}) exceeds the engine or specified limit ({self.max_input_len})"
