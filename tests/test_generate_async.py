@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 
 import pytest
 from engines import free_running, prompt_of
 from trtllm_workshop.reference.configs import KvCacheConfig
+from trtllm_workshop.reference.iteration_stats import IterationStats
 from trtllm_workshop.reference.llm import LLM
 from trtllm_workshop.reference.sampling_params import SamplingParams
 
@@ -228,6 +230,49 @@ def test_shutdown_from_the_thread_that_runs_the_steps(engines):
     assert output.result(20).aborted()
     thread.join(10)
     assert not thread.is_alive() and not executor.busy and executor.kv_cache.stats().usedNumBlocks == 0
+
+
+def test_generate_does_not_pass_off_a_part_as_the_answer(engines):
+    """Shut down by another thread meanwhile: that is an error, where a stream would say `cancelled`."""
+    llm = LLM(engines.engine(), tokenizer=str(engines.hf()), kv_cache_config=KvCacheConfig(max_tokens=400))
+    executor = llm._executor
+    step, steps = executor.step, []
+
+    def slow():
+        steps.append(1)
+        if len(steps) == 3:
+            threading.Thread(target=llm.shutdown).start()
+            time.sleep(0.2)
+        return step()
+
+    executor.step = slow
+    with pytest.raises(RuntimeError, match="shut down while it generated"):
+        llm.generate(prompt_of(20), free_running(100))
+
+
+def test_taking_statistics_from_two_threads_at_once(llm):
+    stats, taken = IterationStats(1), []
+    blocks = llm._executor.kv_cache.stats()
+
+    def take():
+        while len(taken) < 2000:
+            taken.extend(entry["iter"] for entry in stats.take())
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(2000):
+            stats.add(0.1, 1, 0, 0, blocks, 0, 0, 1, 0)
+            while len(stats._kept) > 900:
+                time.sleep(0.001)
+        for thread in threads:
+            thread.join(20)
+    finally:
+        sys.setswitchinterval(before)
+    assert sorted(taken) == list(range(1, 2001))
 
 
 def test_a_forgotten_llm_ends_its_thread(engines):

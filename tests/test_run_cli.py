@@ -182,6 +182,15 @@ def test_input_files_without_prompts(run, tmp_path, name, content, said):
     assert code == 1 and len(err.splitlines()) == 1 and f"--input_file {tmp_path / name} {said}" in err
 
 
+def test_ctrl_c_is_one_line_and_exit_code_130(run, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trtllm_workshop.reference.runner.ModelRunnerCpp.generate", interrupted)
+    code, _, err = run("--input_text", "a")
+    assert code == 130 and err == "[TRT-LLM] [E] stopped by the keyboard: no file is written\n"
+
+
 def test_a_csv_cell_that_is_no_token_id(run, tmp_path):
     (tmp_path / "ids.csv").write_text("5,6\n7,cat\n")
     code, _, err = run("--input_file", tmp_path / "ids.csv")

@@ -5,6 +5,7 @@ What the reference does not measure is left out, never filled in.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import asdict
 from datetime import datetime
@@ -75,6 +76,8 @@ class IterationStats:
     def take(self) -> list[dict[str, Any]]:
         """The iterations since the last call, oldest first. Safe while another thread adds."""
         taken = []
-        while self._kept:
-            taken.append(self._kept.popleft())
+        # Not `while self._kept`: another thread may take the last one between the question and the answer.
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._kept.popleft())
         return taken

@@ -222,6 +222,8 @@ class LLM:
         for request in requests:
             if request.error is not None:
                 raise request.error
+            if request.finish_reason == "cancelled":
+                raise RuntimeError("this LLM was shut down while it generated: its answers are not complete")
         outputs = [RequestOutput.of(r, prompt_text(p)) for r, p in zip(requests, prompts, strict=True)]
         return outputs[0] if single else outputs
 

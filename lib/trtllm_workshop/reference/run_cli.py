@@ -252,6 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return generate(args)
+    except KeyboardInterrupt:
+        print("[TRT-LLM] [E] stopped by the keyboard: no file is written", file=sys.stderr)
+        return 130
     except (EngineError, WrongFolderKind, ValueError, RuntimeError, OSError) as error:
         print(f"[TRT-LLM] [E] {error}", file=sys.stderr)
         return 1
