@@ -225,22 +225,19 @@ class Executor:
     @staticmethod
     def _accept(launched: LaunchedStep, best: list[int]) -> list[Request]:
         """Give each request its token; a chunk that is not its prompt's last gives none. `best`: the most likely tokens."""
-        batch, logits = launched.batch, launched.logits
-        touched, row = [], 0
-        for index, count in enumerate(launched.rows):
-            chunk = batch.context[index] if index < len(batch.context) else None
-            request = chunk.request if chunk else batch.generation[index - len(batch.context)]
-            row += count
+        logits = launched.logits
+        touched = []
+        for request, chunk, start, end in launched.places():
             if request.finished:  # cancelled, or ended by the step before this one
                 continue
             if logits is not None and chunk and request.reads_whole_context and not request.token_ids:
-                request.keep_context(logits[row - count : row], chunk.start, chunk.is_last)
+                request.keep_context(logits[start:end], chunk.start, chunk.is_last)
             if chunk is not None and not chunk.is_last:
                 continue
             if logits is None or request.plain:
-                request.accept(best[row - 1])
+                request.accept(best[end - 1])
             else:
-                request.choose(logits[row - 1])
+                request.choose(logits[end - 1])
             touched.append(request)
         return touched
 

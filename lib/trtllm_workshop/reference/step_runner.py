@@ -8,7 +8,9 @@ the device, so that a next step can start from them before they have been read.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +20,17 @@ from trtllm_workshop.reference.engine import Engine
 from trtllm_workshop.reference.kv_cache import KvCacheManager
 from trtllm_workshop.reference.kv_pool import KvPool
 from trtllm_workshop.reference.request import Request
-from trtllm_workshop.reference.scheduler import ScheduledBatch, Scheduler
+from trtllm_workshop.reference.scheduler import ContextChunk, ScheduledBatch, Scheduler
 from trtllm_workshop.reference.step_inputs import BlockTables, pack
+
+
+class Place(NamedTuple):
+    """The rows `start` … `end - 1` of a step's logits belong to this request; `chunk` is None in the generation phase."""
+
+    request: Request
+    chunk: ContextChunk[Request] | None
+    start: int
+    end: int
 
 
 @dataclass
@@ -51,14 +62,18 @@ class LaunchedStep:
         return self.logits is None
 
     def __post_init__(self) -> None:
-        self.row_of, row = {}, 0
-        for index, count in enumerate(self.rows):
-            row += count
-            chunk = self.batch.context[index] if index < len(self.batch.context) else None
-            if chunk is None:
-                self.row_of[self.batch.generation[index - len(self.batch.context)].request_id] = row - 1
-            elif chunk.is_last:
-                self.row_of[chunk.request.request_id] = row - 1
+        chooses = (place for place in self.places() if place.chunk is None or place.chunk.is_last)
+        self.row_of = {place.request.request_id: place.end - 1 for place in chooses}
+
+    def places(self) -> Iterator[Place]:
+        """Whose the rows of logits are, in order."""
+        parts = [(chunk.request, chunk) for chunk in self.batch.context]
+        start = 0
+        for (request, chunk), count in zip(
+            [*parts, *((r, None) for r in self.batch.generation)], self.rows, strict=True
+        ):
+            yield Place(request, chunk, start, start + count)
+            start += count
 
 
 class StepRunner:
@@ -66,7 +81,7 @@ class StepRunner:
 
     Args:
         engine: the loaded engine.
-        pool: its KV cache, with one spare block where `captures(engine)`.
+        pool: its KV cache, with one spare block on CUDA, for the padding rows of graphs.
         kv_cache: knows the blocks of each request.
         scheduler: knows how many of a request's tokens are in the cache.
     """
