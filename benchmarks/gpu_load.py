@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import defaultdict
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fp8_gpu import milliseconds
 from random_checkpoint import checkpoint_config, write_checkpoint
 from trtllm_workshop.reference.build import build_engine
 from trtllm_workshop.reference.configs import BuildConfig, KvCacheConfig
@@ -164,7 +166,7 @@ def generation_steps(
             graphs.step(*inputs)
 
     some()
-    times = [milliseconds(some) / steps for _ in range(rounds)]
+    times = [milliseconds(some, engine.device) / steps for _ in range(rounds)]
     needed = step_bytes(llm, batch, context)
     row = {
         "batch": batch,
@@ -185,21 +187,6 @@ def step_bytes(llm: LLM, batch: int, context: int) -> int:
     matrices = sum(w.nbytes for name, w in weights.items() if not any(part in name for part in looked_up))
     values = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_size"]
     return matrices + batch * context * values * engine.kv_cache_dtype.itemsize
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    """One run: between two events on the device's own clock, or by the wall clock on a processor."""
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        run()
-        return (time.perf_counter() - started) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
 
 
 def kernel_shares(run: Callable[[], object]) -> dict[str, float]:
@@ -228,8 +215,8 @@ def bandwidth() -> dict[str, float]:
     size = (4 << 30) if on_gpu else (64 << 20)
     source = torch.ones(size // 4, dtype=torch.float32, device="cuda" if on_gpu else "cpu")
     target = torch.empty_like(source)
-    copied = min(milliseconds(lambda: target.copy_(source)) for _ in range(8))
-    read = min(milliseconds(lambda: torch.amax(source)) for _ in range(8))
+    copied = min(milliseconds(lambda: target.copy_(source), source.device) for _ in range(8))
+    read = min(milliseconds(lambda: torch.amax(source), source.device) for _ in range(8))
     return {"copy": 2 * size / copied * 1e3, "read": size / read * 1e3}
 
 
@@ -255,7 +242,8 @@ def hugging_face(shape: str, layers: int | None, loads: list[tuple[int, int, int
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
         with torch.inference_mode():
             model.generate(ids, max_new_tokens=3, min_new_tokens=3, **options)
-            spent = milliseconds(lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options)) / 1e3  # noqa: B023
+            run = functools.partial(model.generate, ids, max_new_tokens=new, min_new_tokens=new, **options)
+            spent = milliseconds(run, ids.device) / 1e3
         results.append(
             {
                 "batch": batch,
