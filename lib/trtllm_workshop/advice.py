@@ -1,17 +1,18 @@
 """From a failed command's output to its first real error and one fix.
 
-`advise` knows the failures that people report with TensorRT-LLM; each is one rule in `advice_rules` (build and load) or
-`advice_install` (installation, MPI, downloads), named after its row in the course's list of pain points.
+`advise` knows the failures that people report with TensorRT-LLM; each is one rule in `advice_rules` (build and load),
+`advice_mpi` (mpirun) or `advice_install` (installation, downloads), named after its row in the course's list of pain points.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trtllm_workshop.advice_install import INSTALL_RULES
 from trtllm_workshop.advice_model import Advice, Context
+from trtllm_workshop.advice_mpi import MPI_RULES
 from trtllm_workshop.advice_rules import BUILD_RULES
 
 __all__ = ["Advice", "advise", "check_artifacts", "first_error"]
@@ -56,15 +57,21 @@ def first_error(text: str) -> str | None:
     return parts[0] if len(parts) == 1 or parts[0] == parts[1] else "\n".join(parts)
 
 
-def advise(text: str, returncode: int | None = None, command: str | None = None) -> list[Advice]:
+def advise(
+    text: str,
+    returncode: int | None = None,
+    command: str | None = None,
+    count_gpus: Callable[[], int | None] = lambda: None,
+) -> list[Advice]:
     """What is known about this failure: cause, one fix and the row of the pain-point list, the likeliest first.
 
-    `text` is the output, `returncode` the process's code (negative: the signal), `command` the line that was run.
+    `text` is the output, `returncode` the process's code (negative: the signal), `command` the line that was run,
+    `count_gpus` tells the number of usable GPUs (None: not known) to a rule that depends on it.
     An empty list means that nothing is known. Advice repeated by several rules is given once.
     """
-    context = Context(text, returncode, command)
+    context = Context(text, returncode, command, count_gpus)
     found: list[Advice] = []
-    for rule in (*BUILD_RULES, *INSTALL_RULES):
+    for rule in (*BUILD_RULES, *MPI_RULES, *INSTALL_RULES):
         advice = rule(context)
         if advice is not None and advice.fix not in {other.fix for other in found}:
             found.append(advice)

@@ -1,4 +1,4 @@
-"""Failures of installation, libraries, MPI and downloads: how each looks, why it happens, what to do."""
+"""Failures of installation, libraries and downloads: how each looks, why it happens, what to do."""
 
 from __future__ import annotations
 
@@ -72,25 +72,6 @@ def libpython(context: Context) -> Advice | None:
     return Advice(cause, f"apt-get install -y libpython{version} python{version}-dev")
 
 
-def not_enough_slots(context: Context) -> Advice | None:
-    """P100: mpirun counts processor cores as slots."""
-    match = context.search(r"not enough slots available in the system to satisfy the (\d+)\s+slots")
-    if match is None:
-        return None
-    ranks = match.group(1)
-    cause = f"mpirun finds fewer than {ranks} slots; it counts processor cores, not GPUs"
-    fix = f"with {ranks} GPUs or more add --oversubscribe to mpirun; with fewer GPUs convert with a smaller --tp_size"
-    return Advice(cause, fix, "P100")
-
-
-def mpirun_as_root(context: Context) -> Advice | None:
-    """P100: mpirun refuses to run for root unless told to."""
-    if context.search(r"mpirun has detected an attempt to run as root") is None:
-        return None
-    cause = "mpirun does not start for root by default"
-    return Advice(cause, "add --allow-run-as-root to mpirun (fine inside a container)", "P100")
-
-
 def slurm(context: Context) -> Advice | None:
     """Debian's Open MPI under srun."""
     if context.search(r"OMPI was not built with SLURM") is None:
@@ -157,8 +138,6 @@ INSTALL_RULES: tuple[Rule, ...] = (
     libmpi,
     cublas13,
     libpython,
-    not_enough_slots,
-    mpirun_as_root,
     slurm,
     turing,
     hf_transfer,

@@ -21,11 +21,12 @@ class Advice:
 
 @dataclass(frozen=True)
 class Context:
-    """The output, exit code and command line of a process that failed."""
+    """The output, exit code and command line of a process that failed; `count_gpus` is asked only where it matters."""
 
     text: str
     returncode: int | None = None
     command: str | None = None
+    count_gpus: Callable[[], int | None] = lambda: None
 
     def search(self, pattern: str) -> re.Match[str] | None:
         """The first match of the pattern in the output, over line ends."""

@@ -182,18 +182,21 @@ def compute_capability(context: Context) -> Advice | None:
 
 
 def world_size(context: Context) -> Advice | None:
-    """P63: the engine wants another number of ranks than are running."""
-    match = context.search(r"Engine world size \((\d+) \* (\d+)\) != Runtime world size \((\d+)\)")
+    """P63: the engine wants another number of ranks than are running. TensorRT-LLM writes tp * pp, the reference W."""
+    match = context.search(r"Engine world size \((\d+)(?: \* (\d+))?\) != Runtime world size \((\d+)\)")
     if match is None:
         return None
-    tp, pp, runtime = map(int, match.groups())
-    cause = f"the engine was built for {tp * pp} ranks (tp {tp} x pp {pp}), {runtime} is running"
+    tp, pp, runtime = int(match.group(1)), int(match.group(2) or 1), int(match.group(3))
+    wanted = tp * pp
+    cause = f"the engine was built for {wanted} rank{'s' * (wanted > 1)}"
+    cause += f" (tp {tp} x pp {pp})" if match.group(2) else ""
+    cause += f", {runtime} {'is' if runtime == 1 else 'are'} running"
     launched = context.launched_ranks
-    if launched == tp * pp and runtime == 1:
+    if launched == wanted and runtime == 1 and wanted > 1:
         cause += f", although mpirun started {launched}: mpirun and mpi4py belong to different MPI installations"
         fix = "use the mpirun of the MPI that mpi4py was built with: reinstall mpi4py with that mpirun first on PATH"
         return Advice(cause, fix, "P63")
-    return Advice(cause, f"start it with mpirun -n {tp * pp}", "P63")
+    return Advice(cause, f"start it with mpirun -n {wanted}" if wanted > 1 else "start it without mpirun", "P63")
 
 
 def triton_world_size(context: Context) -> Advice | None:

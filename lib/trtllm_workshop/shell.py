@@ -249,6 +249,8 @@ def failure_text(what: str, result: CommandResult, ending: str = "", command: st
     returncode = None if ending else result.returncode
     lines += [f"{what}: {ending or describe_exit(result.returncode)}"]
     lines += advice_lines(result.output, returncode, command)
+    if ending:
+        lines += hang_lines(command or what)
     last = [line for line in result.output.splitlines() if line.strip()][-5:]
     if last and last != [error]:
         lines += ["last lines of the output:", *(f"  {line}" for line in last)]
@@ -258,8 +260,18 @@ def failure_text(what: str, result: CommandResult, ending: str = "", command: st
 def advice_lines(text: str, returncode: int | None = None, command: str | None = None) -> list[str]:
     """Cause and fix for every known error in `text`."""
     from trtllm_workshop.advice import advise
+    from trtllm_workshop.advice_mpi import visible_gpus
 
-    return [f"cause: {item.cause}\n  fix: {item.fix}" for item in advise(text, returncode, command)]
+    found = advise(text, returncode, command, lambda: visible_gpus(os.environ))
+    return [f"cause: {item.cause}\n  fix: {item.fix}" for item in found]
+
+
+def hang_lines(command: str) -> list[str]:
+    """What a command that had to be ended may have waited for; nothing for one without mpirun."""
+    from trtllm_workshop.advice_mpi import hang_verdict, network_interfaces
+
+    verdict = hang_verdict(command, network_interfaces())
+    return [] if verdict is None else [f"perhaps: {verdict.cause}\n  fix: {verdict.fix}"]
 
 
 def missing_files(words: list[str], cwd: Path, started: float) -> list[Advice]:

