@@ -93,11 +93,28 @@ def test_config_and_weights_that_disagree(checkpoint, tmp_path):
     refused(checkpoint, tmp_path / "out", "is float32", "says dtype float16", "convert the model again")
 
 
-def test_several_ranks_and_quantized_weights(checkpoint, tmp_path):
-    config = json.loads((checkpoint / "config.json").read_text())
-    edit_config(checkpoint, mapping={**config["mapping"], "world_size": 2, "tp_size": 2})
-    refused(checkpoint, tmp_path / "out", "split over 2 ranks", "--tp_size 1")
-    edit_config(checkpoint, mapping=config["mapping"], quantization={"quant_algo": "FP8"})
+def test_a_mapping_that_is_not_that_of_the_files(checkpoint, tmp_path):
+    mapping = json.loads((checkpoint / "config.json").read_text())["mapping"]
+
+    def says(tp, pp):
+        edit_config(checkpoint, mapping={**mapping, "world_size": tp * pp, "tp_size": tp, "pp_size": pp})
+
+    says(2, 1)
+    refused(checkpoint, tmp_path / "out", "rank1.safetensors does not exist", "tp_size 2 and pp_size 1", "again")
+    shutil.copy(checkpoint / "rank0.safetensors", checkpoint / "rank1.safetensors")
+    refused(checkpoint, tmp_path / "out", "attention.qkv.weight has invalid shape (128, 64)", "(64, 64)", "again")
+    says(3, 1)
+    refused(checkpoint, tmp_path / "out", "4 attention heads cannot be shared by 3 ranks", "Possible are 1, 2, 4")
+    says(1, 4)
+    refused(checkpoint, tmp_path / "out", "4 is more than the 3 layers")
+    says(1, 1)
+    refused(checkpoint, tmp_path / "out", "tp_size 1 and pp_size 1", "1 rank", "rank1.safetensors", "mixes two")
+    edit_config(checkpoint, mapping={**mapping, "world_size": 3})
+    refused(checkpoint, tmp_path / "out", "world_size 3 is not tp_size 1 * pp_size 1")
+
+
+def test_quantized_weights_that_are_not_there(checkpoint, tmp_path):
+    edit_config(checkpoint, quantization={"quant_algo": "FP8"})
     refused(checkpoint, tmp_path / "out", "Required but not provided tensors", "weights_scaling_factor")
     edit_config(checkpoint, quantization={"quant_algo": "W8A8_SQ_PER_CHANNEL_PLUGIN"})
     refused(checkpoint, tmp_path / "out", "quant_algo 'W8A8_SQ_PER_CHANNEL_PLUGIN'", "FP8, W8A16, W4A16, W4A16_AWQ")

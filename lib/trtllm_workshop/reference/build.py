@@ -1,17 +1,19 @@
-"""trtllm-build: from a checkpoint folder to an engine folder.
+"""trtllm-build: from a checkpoint folder to an engine folder, one engine file for every rank.
 
-The decoder is captured once with torch.export, without any weights in memory, with dynamic dimensions bounded by the
-build's limits (TensorRT's optimization profile). Then the weights are copied into the engine file tensor by tensor.
-Everything is written under a temporary name and renamed when it is complete, so an interrupted build leaves no engine.
+The decoder is captured with torch.export, once for each kind of pipeline stage (tensor-parallel ranks share a graph),
+without any weights in memory, with dynamic dimensions bounded by the build's limits (TensorRT's optimization profile).
+Then the weights are copied into the engine files tensor by tensor. Everything is written under a temporary name and
+renamed when it is complete, so an interrupted build leaves no engine.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ import torch
 from torch.export import Dim
 
 from trtllm_workshop.checkpoint import (
+    RankMapping,
     classify,
-    config_section,
     expected_layout,
+    padded_vocabulary,
     read_config,
     require_kind,
     summarise_names,
@@ -30,9 +33,12 @@ from trtllm_workshop.checkpoint import (
 )
 from trtllm_workshop.model_spec import ModelSpec
 from trtllm_workshop.quant_mode import QuantMode, UnsupportedQuantization
-from trtllm_workshop.reference.build_output import BuildError, clear_leftovers, engine_folder
+from trtllm_workshop.reference.build_output import BuildError, clear_leftovers, engine_files, engine_folder
 from trtllm_workshop.reference.build_precision import check_precision, check_widths, cuda_capability
+from trtllm_workshop.reference.collectives import HIDDEN_INPUT, rank_spec
 from trtllm_workshop.reference.configs import BuildConfig
+from trtllm_workshop.reference.convert_plan import Sharding, check_sharding
+from trtllm_workshop.reference.convert_source import ConversionError
 from trtllm_workshop.reference.engine import (
     GRAPH,
     config_sum,
@@ -41,8 +47,8 @@ from trtllm_workshop.reference.engine import (
     kv_cache_dtype,
     precision_of,
 )
-from trtllm_workshop.reference.engine_tensors import EngineTensor, engine_tensors
-from trtllm_workshop.reference.network import DecoderForCausalLM, NetworkConfig
+from trtllm_workshop.reference.engine_tensors import EngineTensor, embedding_dim, engine_tensors
+from trtllm_workshop.reference.network import NetworkConfig, make_network
 from trtllm_workshop.reference.version import VERSION
 from trtllm_workshop.safetensors_file import write_header
 
@@ -104,10 +110,11 @@ def resolve_limits(build: BuildConfig, pretrained: dict[str, Any]) -> tuple[Limi
 def export_network(
     network_config: NetworkConfig, limits: Limits, tokens_per_block: int
 ) -> torch.export.ExportedProgram:
-    """Capture the decoder with dynamic dimensions bounded by the limits. No weight is allocated (the meta device)."""
-    spec, most_blocks = network_config.spec, -(-limits.max_seq_len // tokens_per_block)
+    """Capture one rank's decoder with dynamic dimensions bounded by the limits. No weight is allocated (the meta device)."""
+    spec, most_blocks = network_config.local, -(-limits.max_seq_len // tokens_per_block)
+    place = network_config.place
     with torch.device("meta"):
-        network = DecoderForCausalLM(network_config)
+        network = make_network(network_config)
 
     def dim(name: str, most: int) -> Any:
         return Dim(name, min=1, max=most) if most > 1 else Dim.STATIC  # a dimension of exactly 1 is a static one
@@ -130,40 +137,64 @@ def export_network(
     pool = empty(*pool_shape, kind=kv_cache_dtype(network_config.mode, network_config.dtype))
     host = torch.int32
     cache = (pool, empty(t), empty(b, m), empty(b), *(empty(b, kind=host) for _ in range(3)))
-    shapes = {
-        "input_ids": {0: tokens},
-        "position_ids": {0: tokens},
-        "last_token_ids": {0: rows},
-        "cache": ({1: Dim("num_blocks", min=1)}, {0: tokens}, {0: requests, 1: blocks}, *[{0: requests}] * 4),
+    first = empty(t) if place.is_first_stage else empty(t, spec.hidden_size, kind=network_config.dtype)
+    given: dict[str, tuple[torch.Tensor, Any]] = {
+        "input_ids" if place.is_first_stage else HIDDEN_INPUT: (first, {0: tokens}),
+        "position_ids": (empty(t), {0: tokens}),
     }
-    inputs = (empty(t), empty(t), empty(r), *cache)
+    if place.is_last_stage:
+        given["last_token_ids"] = (empty(r), {0: rows})
+    of_cache = ({1: Dim("num_blocks", min=1)}, {0: tokens}, {0: requests, 1: blocks}, *[{0: requests}] * 4)
+    shapes = {**{name: shape for name, (_, shape) in given.items()}, "cache": of_cache}
+    inputs = (*(example for example, _ in given.values()), *cache)
     return torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
 
 
-def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
-    """The checkpoint's configuration, after its tensors were compared with what the configuration asks for.
+def check_ranks(folder: Path) -> tuple[dict[str, Any], int]:
+    """The checkpoint's configuration and how many ranks it has, after its files were compared with its mapping.
 
     Raises:
         WrongFolderKind: for a Hugging Face or engine folder.
-        BuildError: for missing tensors, wrong shapes, or several ranks.
+        BuildError: when the model cannot be split like that, or the folder holds files of fewer or more ranks.
     """
     require_kind(folder, "checkpoint")
     config = read_config(folder)
-    world = config_section(config, "mapping").get("world_size", 1)
-    if world != 1:
+    place = RankMapping.from_config(config)
+    try:
+        check_sharding(ModelSpec.from_checkpoint_config(config), Sharding(place.tp_size, place.pp_size))
+    except ConversionError as error:
+        raise BuildError(f"mapping in config.json of {folder}: {error}") from error
+    world = place.tp_size * place.pp_size
+    says = f"config.json says tp_size {place.tp_size} and pp_size {place.pp_size}, that is {world} rank file(s)"
+    wanted = {f"rank{rank}.safetensors" for rank in range(world)}
+    found = {file.name for file in folder.glob("rank*.safetensors")}
+    if missing := wanted - found:
+        first = min(missing, key=lambda name: (len(name), name))
+        raise BuildError(f"{folder / first} does not exist: {says}, {len(missing)} missing. Convert the model again")
+    if surplus := found - wanted:
         raise BuildError(
-            f"{folder} is split over {world} ranks; the reference toolchain builds engines of one rank. Convert with "
-            "--tp_size 1 --pp_size 1."
+            f"{folder} mixes two conversions: {says}, and {', '.join(sorted(surplus))} are there too. Convert into a new folder"
         )
+    return config, world
+
+
+def check_checkpoint(folder: Path, config: dict[str, Any], rank: int) -> None:
+    """Compare the tensors of one rank with what the configuration asks for.
+
+    Raises:
+        BrokenWeights: for a file that is missing or damaged.
+        BuildError: for missing tensors or wrong shapes.
+    """
     try:
         expected = expected_layout(config, rank)
     except UnsupportedQuantization as error:
         raise BuildError(f"{folder}: {error}") from error
-    found = tensor_index(folder / f"rank{rank}.safetensors")
+    source = folder / f"rank{rank}.safetensors"
+    found = tensor_index(source)
     missing = sorted(set(expected) - set(found))
     if missing:
         raise BuildError(
-            f"Required but not provided tensors: {summarise_names(missing)} in {folder}; convert the model again"
+            f"Required but not provided tensors: {summarise_names(missing)} in {source}; convert the model again"
         )
     for name, wanted in expected.items():
         if found[name].dtype != wanted.dtype:
@@ -184,7 +215,6 @@ def check_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
     extra = sorted(surplus_tensors(found, expected))
     if extra:
         print(f"[TRT-LLM] [W] Provided but not required tensors: {summarise_names(extra)}")
-    return config
 
 
 def build_engine(
@@ -193,10 +223,12 @@ def build_engine(
     """Build `output_dir` from `checkpoint_dir`.
 
     Raises:
-        BuildError, WrongFolderKind: see `check_checkpoint` and `resolve_limits`.
+        BuildError, WrongFolderKind: see `check_ranks`, `check_checkpoint` and `resolve_limits`.
     """
     checkpoint, output = Path(checkpoint_dir), Path(output_dir)
-    config = check_checkpoint(checkpoint, 0)
+    config, world = check_ranks(checkpoint)
+    for rank in range(world):
+        check_checkpoint(checkpoint, config, rank)
     if (kind := classify(output)) not in ("missing", "empty", "engine"):
         raise BuildError(f"--output_dir {output} already holds something else ({kind}); name a new or an engine folder")
     limits, notes = resolve_limits(build, config)
@@ -207,23 +239,57 @@ def build_engine(
     mode = QuantMode.from_config(config)
     spec, capability = ModelSpec.from_checkpoint_config(config), cuda_capability()
     build = build.model_copy(update={"plugin_config": check_precision(mode, build.plugin_config, capability, log)})
-    check_widths(spec, mode, capability)
-    paged = build.plugin_config.use_paged_context_fmha
-    network = NetworkConfig(spec, getattr(torch, config["dtype"]), limits.max_seq_len, mode, paged)
-    program = export_network(network, limits, build.plugin_config.tokens_per_block)
-    log(f"[TRT-LLM] [I] captured a graph of {len(program.graph.nodes)} nodes")
+    network = NetworkConfig(
+        spec,
+        getattr(torch, config["dtype"]),
+        limits.max_seq_len,
+        mode,
+        build.plugin_config.use_paged_context_fmha,
+        embedding_dim=embedding_dim(config),
+    )
+    ranks = [RankMapping.from_config(config, rank) for rank in range(world)]
+    check_widths(_widths(spec, ranks[0]), mode, capability)
+    graphs = _capture(network, ranks, limits, build.plugin_config.tokens_per_block, log)
     if build.visualize_network:
         from trtllm_workshop.reference.visualize import save_network
 
-        log(f"[TRT-LLM] [I] network written to {save_network(program, Path(build.visualize_network))}")
+        for rank, program in enumerate(graphs):
+            log(f"[TRT-LLM] [I] network written to {save_network(program, Path(build.visualize_network), rank)}")
     if build.dry_run:
         log("[TRT-LLM] [I] dry run: no engine is written")
         return output
     resolved = build.model_copy(update={"max_seq_len": limits.max_seq_len, "max_input_len": limits.max_input_len})
     contents = {"version": VERSION, "pretrained_config": config, "build_config": resolved.saved()}
-    tensors = engine_tensors(config, 0, checkpoint / "rank0.safetensors", limits.max_seq_len)
-    _write(output, contents, program, tensors, precision_of(config))
+    sources = [checkpoint / f"rank{rank}.safetensors" for rank in range(world)]
+    tensors = [engine_tensors(config, rank, source, limits.max_seq_len) for rank, source in enumerate(sources)]
+    _write(output, contents, graphs, tensors, precision_of(config))
     return output
+
+
+def _widths(spec: ModelSpec, place: RankMapping) -> ModelSpec:
+    """The sizes of one rank's matrices, its part of lm_head included."""
+    rows = padded_vocabulary(spec.vocab_size, place.tp_size) // place.tp_size
+    return replace(rank_spec(spec, place), vocab_size=rows)
+
+
+def _capture(
+    network: NetworkConfig,
+    ranks: Sequence[RankMapping],
+    limits: Limits,
+    tokens_per_block: int,
+    log: Callable[[str], object],
+) -> list[torch.export.ExportedProgram]:
+    """The graph of every rank; ranks whose stages have the same ends and as many layers share one."""
+    made: dict[tuple[bool, bool, int], torch.export.ExportedProgram] = {}
+    graphs = []
+    for place in ranks:
+        kind = (place.is_first_stage, place.is_last_stage, len(place.layers(network.spec.num_hidden_layers)))
+        if kind not in made:
+            made[kind] = export_network(replace(network, place=place), limits, tokens_per_block)
+            stage = "" if place.pp_size == 1 else f" for pipeline stage {place.pp_rank} ({kind[2]} layers)"
+            log(f"[TRT-LLM] [I] captured a graph of {len(made[kind].graph.nodes)} nodes{stage}")
+        graphs.append(made[kind])
+    return graphs
 
 
 def graph_tensor(program: torch.export.ExportedProgram) -> torch.Tensor:
@@ -252,21 +318,26 @@ def write_engine_file(path: Path, tensors: Callable[[], Iterator[EngineTensor]],
 def _write(
     output: Path,
     contents: dict[str, Any],
-    program: torch.export.ExportedProgram,
-    tensors: Callable[[], Iterator[EngineTensor]],
+    graphs: Sequence[torch.export.ExportedProgram],
+    tensors: Sequence[Callable[[], Iterator[EngineTensor]]],
     precision: str,
 ) -> None:
-    """Write both files of the engine folder; the engine file carries the sum of the config.json that belongs to it."""
-    graph = graph_tensor(program)
-    need = sum(tensor.nbytes for tensor in tensors()) + graph.nbytes
+    """Write the files of the engine folder; each engine file carries the sum of the config.json that belongs to it.
+
+    `graphs` and `tensors` are those of the ranks in order.
+    """
+    saved = {id(program): graph_tensor(program) for program in graphs}
+    files = [saved[id(program)] for program in graphs]
+    need = sum(tensor.nbytes for of_rank in tensors for tensor in of_rank()) + sum(graph.nbytes for graph in files)
     text = json.dumps(contents, indent=4) + "\n"
-    mark = json.dumps(fingerprint(default_device(), precision, 1))
-    metadata = {"fingerprint": mark, "config_sha256": config_sum(text.encode()), "format": "pt"}
 
-    def everything() -> Iterator[EngineTensor]:
-        yield from tensors()
-        yield EngineTensor(GRAPH, "uint8", tuple(graph.shape), lambda: [graph])
+    def everything(rank: int) -> Iterator[EngineTensor]:
+        yield from tensors[rank]()
+        yield EngineTensor(GRAPH, "uint8", tuple(files[rank].shape), lambda: [files[rank]])
 
-    with engine_folder(output, need) as work:
-        write_engine_file(work / "rank0.engine", everything, metadata)
+    with engine_folder(output, need, engine_files(len(files))) as work:
+        for rank in range(len(files)):
+            mark = json.dumps(fingerprint(default_device(), precision, len(files), rank))
+            metadata = {"fingerprint": mark, "config_sha256": config_sum(text.encode()), "format": "pt"}
+            write_engine_file(work / f"rank{rank}.engine", functools.partial(everything, rank), metadata)
         (work / "config.json").write_text(text)

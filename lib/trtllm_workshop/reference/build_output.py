@@ -19,8 +19,16 @@ from pathlib import Path
 from trtllm_workshop.reference.leftovers import alive
 
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# The engine first: with the old config.json beside it, it is refused when it is loaded (see engine.load_engine).
 FILES = ("rank0.engine", "config.json")
+_OWN_FILE = re.compile(r"rank\d+\.engine|config\.json")
+
+
+def engine_files(world_size: int) -> tuple[str, ...]:
+    """The files of an engine of so many ranks, in the order in which they are put in place.
+
+    The engines first: with the old config.json beside them, they are refused when they are loaded (engine.load_engine).
+    """
+    return (*(f"rank{rank}.engine" for rank in range(world_size)), "config.json")
 
 
 class BuildError(RuntimeError):
@@ -50,7 +58,7 @@ def clear_leftovers(output: Path) -> list[Path]:
         match = pattern.fullmatch(entry.name)
         if not match or not entry.is_dir() or entry.is_symlink() or alive(int(match[1])):
             continue
-        if {file.name for file in entry.iterdir()} <= set(FILES):
+        if all(_OWN_FILE.fullmatch(file.name) for file in entry.iterdir()):
             shutil.rmtree(entry)
             removed.append(entry)
     return removed
@@ -69,8 +77,10 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def engine_folder(output: Path, need: int) -> Iterator[Path]:
-    """Yields a fresh folder for FILES; when the block ends well they are put in place, otherwise they are removed.
+def engine_folder(output: Path, need: int, files: tuple[str, ...] = FILES) -> Iterator[Path]:
+    """Yields a fresh folder for `files`; when the block ends well they are put in place, otherwise they are removed.
+
+    Rank files of an earlier build with more ranks are removed then: they belong to nothing any more.
 
     Raises:
         BuildError: when the disk is full, before or while writing `need` bytes.
@@ -83,8 +93,11 @@ def engine_folder(output: Path, need: int) -> Iterator[Path]:
         yield work
         with one_at_a_time(output.parent):
             if output.is_dir():
-                for name in FILES:
+                for name in files:
                     os.replace(work / name, output / name)
+                for old in output.iterdir():
+                    if _OWN_FILE.fullmatch(old.name) and old.name not in files:
+                        old.unlink()
             else:
                 os.rename(work, output)
     except OSError as error:

@@ -70,8 +70,9 @@ def choose_by_tokens(narrow: Run, wide: Run, most: int = 1) -> Run:
     processor is faster in float32. The weights have the same values, sums are wider.
     """
 
-    def run(input_ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        return (narrow if input_ids.numel() <= most else wide)(input_ids, *rest)
+    def run(first: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        # Token ids, or the hidden states of a later pipeline stage: the first dimension counts the tokens of both.
+        return (narrow if first.shape[0] <= most else wide)(first, *rest)
 
     return run
 

@@ -168,12 +168,14 @@ def plan_step(
 def can_capture(engine: Any) -> bool:
     """Whether generation steps of an `engine.Engine` may be recorded as CUDA graphs.
 
-    They may when the Triton kernels serve it: the plain attention's work depends on lengths that only the processor knows.
+    They may when the Triton kernels serve it: the plain attention's work depends on lengths that only the processor knows. Ranks
+    that are connected in a way that cannot be recorded, and pipeline stages, run operator by operator.
     """
+    if engine.mapping.pp_size > 1 or (engine.communicator is not None and not engine.communicator.capturable):
+        return False
     if engine.device.type != "cuda" or engine.dtype not in HALF_TYPES or _paged_attention() is None:
         return False
-    config = engine.pretrained_config
-    sizes = (config["num_attention_heads"], config["num_key_value_heads"], config["head_size"])
+    sizes = (engine.heads, engine.kv_heads, engine.pretrained_config["head_size"])
     served = engine.kv_cache_dtype in (engine.dtype, torch.float8_e4m3fn)
     return served and bool(_paged_attention().serves(*sizes))
 

@@ -14,17 +14,19 @@ import io
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from trtllm_workshop.checkpoint import config_section, read_config, require_kind
+from trtllm_workshop.checkpoint import RankMapping, config_section, read_config, require_kind
 from trtllm_workshop.quant_mode import QuantMode
+from trtllm_workshop.reference.collectives import Communicator, connect, pin_stage_types
 from trtllm_workshop.reference.cpu_kernels import prepare_for_processor
 from trtllm_workshop.reference.cuda_kernels import optimize
+from trtllm_workshop.reference.network import input_names
 from trtllm_workshop.reference.version import VERSION
 
 GRAPH = "graph"
@@ -47,7 +49,7 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def fingerprint(device: torch.device, precision: str, world_size: int) -> dict[str, Any]:
+def fingerprint(device: torch.device, precision: str, world_size: int, rank: int = 0) -> dict[str, Any]:
     """What must be the same when an engine is built and when it is loaded."""
     return {
         "toolchain": VERSION,
@@ -56,6 +58,7 @@ def fingerprint(device: torch.device, precision: str, world_size: int) -> dict[s
         "compute": device_architecture(device),
         "precision": precision,
         "world_size": world_size,
+        "rank": rank,
     }
 
 
@@ -105,11 +108,21 @@ def check_fingerprint(built: dict[str, Any], here: dict[str, Any], path: Path) -
             f"{built['world_size']} ranks; start that many processes (mpirun -n {built['world_size']} …), or convert and "
             f"build again with --tp_size {here['world_size']}."
         )
+    if built.get("rank", 0) != here.get("rank", 0):
+        raise EngineError(
+            f"{path} was built as rank {built.get('rank', 0)} and stands where rank {here.get('rank', 0)} belongs: files of "
+            "the engine folder were renamed or mixed up. Run trtllm-build again."
+        )
 
 
 @dataclass
 class Engine:
-    """A loaded engine: call `run` with the packed inputs of one step (see `network.INPUT_NAMES`)."""
+    """A loaded engine, or one rank of it: call `run` with the packed inputs of one step (see `input_names`).
+
+    Attributes:
+        mapping: which rank of how many this is.
+        communicator: connects the ranks; None for an engine of one rank.
+    """
 
     config: dict[str, Any]
     folder: Path
@@ -117,6 +130,33 @@ class Engine:
     dtype: torch.dtype
     run: Callable[..., torch.Tensor]
     kv_cache_dtype: torch.dtype
+    mapping: RankMapping = field(default_factory=RankMapping)
+    communicator: Communicator | None = None
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs of `run` in order, see `network.input_names`."""
+        return input_names(self.mapping)
+
+    @property
+    def layers(self) -> int:
+        """Layers of this rank's pipeline stage."""
+        return len(self.mapping.layers(self.pretrained_config["num_hidden_layers"]))
+
+    @property
+    def heads(self) -> int:
+        """Query heads of this rank."""
+        return self.pretrained_config["num_attention_heads"] // self.mapping.tp_size
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this rank: with fewer heads than ranks, a copy of one."""
+        return max(1, self.pretrained_config["num_key_value_heads"] // self.mapping.tp_size)
+
+    @property
+    def hidden_states_dtype(self) -> torch.dtype:
+        """The type of hidden states between pipeline stages, [tokens, hidden_size]."""
+        return stage_dtype(self.device, self.dtype)
 
     @property
     def build_config(self) -> dict[str, Any]:
@@ -146,8 +186,24 @@ def read_fingerprint(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def load_engine(folder: str | Path, device: torch.device | None = None, rank: int = 0) -> Engine:
+def stage_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type of hidden states between stages: processors compute wider than the engine's `dtype`, devices do not."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+def load_engine(
+    folder: str | Path,
+    device: torch.device | None = None,
+    rank: int = 0,
+    communicator: Communicator | None = None,
+) -> Engine:
     """Check and load `rank{rank}.engine` of an engine folder.
+
+    Args:
+        folder: with config.json and one rankN.engine for every rank.
+        device: by default the first CUDA device, else the processor.
+        rank: which of them.
+        communicator: connects the ranks of an engine that has several; such an engine is refused without it.
 
     Raises:
         WrongFolderKind: for a checkpoint or Hugging Face folder.
@@ -174,7 +230,9 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
             f"Version tag does not match. Note: Current Version: {VERSION}, Serialized Engine Version: {version} (from "
             f"{folder / 'config.json'}). Load this engine with TensorRT-LLM {version}, or run trtllm-build again here."
         )
-    check_fingerprint(read_fingerprint(path), fingerprint(device, precision_of(sections[0]), 1), path)
+    mapping = RankMapping.from_config(sections[0], rank)
+    ranks = 1 if communicator is None else mapping.tp_size * mapping.pp_size
+    check_fingerprint(read_fingerprint(path), fingerprint(device, precision_of(sections[0]), ranks, rank), path)
     try:
         with safe_open(path, framework="pt") as file:
             kept = (file.metadata() or {}).get("config_sha256")
@@ -182,7 +240,9 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
             # Copied out of the mapped file: aligned memory, and the file may be replaced while the engine is in use.
             weights = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys() if name != GRAPH}  # noqa: SIM118
         program = torch.export.load(io.BytesIO(graph.numpy().tobytes()))
-        plain = bind(program, weights)
+        stage = None if mapping.pp_size == 1 else stage_dtype(device, getattr(torch, str(sections[0]["dtype"])))
+        bind_other = functools.partial(bind, program, communicator=communicator, stage=stage)
+        plain = bind_other(weights)
     except Exception as error:  # a damaged graph fails in many ways, none of which says which file it was
         reason = (str(error).splitlines() or [""])[0]
         raise EngineError(f"{path} is damaged ({type(error).__name__}: {reason}). Run trtllm-build again.") from error
@@ -193,13 +253,22 @@ def load_engine(folder: str | Path, device: torch.device | None = None, rank: in
         )
     dtype, mode = getattr(torch, str(sections[0]["dtype"])), QuantMode.from_config(sections[0])
     on_processor = device.type == "cpu"
-    bind_other = functools.partial(bind, program)
     run = prepare_for_processor(plain, bind_other, weights, dtype, mode) if on_processor else optimize(plain)
-    return Engine(config, folder, device, dtype, run, kv_cache_dtype(mode, dtype))
+    return Engine(config, folder, device, dtype, run, kv_cache_dtype(mode, dtype), mapping, communicator)
 
 
-def bind(program: torch.export.ExportedProgram, weights: dict[str, torch.Tensor]) -> GraphModule:
-    """The graph as a callable with these weights; the graph names no type, so they decide what it computes in."""
+def bind(
+    program: torch.export.ExportedProgram,
+    weights: dict[str, torch.Tensor],
+    communicator: Communicator | None = None,
+    stage: torch.dtype | None = None,
+) -> GraphModule:
+    """The graph as a callable with these weights; the graph names no type, so they decide what it computes in.
+
+    `communicator` connects it with the other ranks; `stage` is the type of hidden states between pipeline stages.
+    """
     module = program.module()
     module.load_state_dict(weights, assign=True)
-    return module
+    if stage is not None:
+        pin_stage_types(module, weights["transformer.layers.0.input_layernorm.weight"].dtype, stage)
+    return module if communicator is None else connect(module, communicator)

@@ -2,7 +2,7 @@
 
 What changes on the way: mlp.fc and mlp.gate lie in one matrix where they can; 16-bit matrices of weight-only checkpoints are quantized;
 AWQ's four-bit values, which ModelOpt packs by pairs of output channels, are packed by pairs of input channels; a head
-that is the embedding is written out; the rotary table is added.
+that is the embedding is written out; the rotary table is added, and where a rank's rows of a split embedding begin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trtllm_workshop.checkpoint import expected_layout
+from trtllm_workshop.checkpoint import RankMapping, expected_layout, padded_vocabulary
 from trtllm_workshop.model_spec import ModelSpec
 from trtllm_workshop.quant_mode import QuantMode
 from trtllm_workshop.reference.build_output import BuildError
@@ -25,6 +25,7 @@ from trtllm_workshop.reference.weight_only import per_channel_scale, quantize_pe
 from trtllm_workshop.safetensors_file import ITEM_SIZE
 
 Read = Callable[[str], torch.Tensor]
+EMBEDDING = "transformer.vocab_embedding"
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,38 @@ def awq_to_rows(packed: torch.Tensor) -> torch.Tensor:
     return pack_int4(torch.stack((low, high), dim=1).flatten(0, 1))
 
 
+def embedding_dim(config: dict[str, Any]) -> int | None:
+    """How the ranks of a checkpoint split the embedding: 0 by rows, 1 by columns, None when each holds all of it."""
+    if not config.get("use_parallel_embedding") or RankMapping.from_config(config).tp_size == 1:
+        return None
+    return 1 if config.get("embedding_sharding_dim", 0) == 1 else 0
+
+
 def engine_tensors(
     config: dict[str, Any], rank: int, file_of: Path, max_seq_len: int
 ) -> Callable[[], Iterator[EngineTensor]]:
     """A function that gives the engine's tensors in turn, as often as it is called; `file_of` is the rank's file.
 
     Tensors are mapped from the file, not copied.
+
+    Raises:
+        BuildError: when a rank's rows of a shared head cannot be taken from its part of the embedding.
     """
     spec, mode = ModelSpec.from_checkpoint_config(config), QuantMode.from_config(config)
-    layout = expected_layout(config, rank)
+    layout, place, table = expected_layout(config, rank), RankMapping.from_config(config, rank), f"{EMBEDDING}.weight"
+    rows = padded_vocabulary(spec.vocab_size, place.tp_size) // place.tp_size
+    first_row = place.tp_rank * rows
+    shared = place.is_last_stage and "lm_head.weight" not in layout
+    by_rows = embedding_dim(config) == 0 and table in layout
+    if shared and layout[table].shape[1] != spec.hidden_size:
+        raise BuildError(
+            f"share_embedding_table of config.json says that lm_head is the embedding, which is split by columns "
+            f"({layout[table].shape[1]} of {spec.hidden_size} on a rank), lm_head by rows: convert the model again"
+        )
+
+    def head(whole: torch.Tensor) -> torch.Tensor:
+        part = whole if by_rows else whole[first_row : first_row + rows]
+        return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
 
     def generate() -> Iterator[EngineTensor]:
         from safetensors import safe_open
@@ -68,9 +92,11 @@ def engine_tensors(
             for name in layout:
                 if not (mode.joins_fc_and_gate and ".mlp.gate." in name):
                     yield from _of(name, mode, layout, file.get_tensor)
-            if "lm_head.weight" not in layout:
-                table = "transformer.vocab_embedding.weight"
-                yield EngineTensor("lm_head.weight", *_kind(layout[table]), lambda: [file.get_tensor(table)])
+            if shared:
+                sizes = (layout[table].dtype, (rows, spec.hidden_size))
+                yield EngineTensor("lm_head.weight", *sizes, lambda: [head(file.get_tensor(table))])
+        if by_rows:
+            yield EngineTensor(f"{EMBEDDING}.first_row", "int64", (1,), lambda: [torch.tensor([first_row])])
         shape = (max_seq_len, 2, spec.head_size)
         scaling = (spec.head_size, spec.rotary_base, spec.rotary_scaling)
         yield EngineTensor("transformer.rotary_table", "float32", shape, lambda: [rotary_table(max_seq_len, *scaling)])
