@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from trtllm_workshop.command_facts import Command, Flag, commands
 from trtllm_workshop.command_find import find_call
 from trtllm_workshop.command_parser import converter
+from trtllm_workshop.command_ranks import WorldSizes, check_world_size
 from trtllm_workshop.command_rules import check_rules
 from trtllm_workshop.flag_hints import unknown_flag_hint
 from trtllm_workshop.problem import Problem, error, warning
@@ -18,14 +19,16 @@ from trtllm_workshop.shell_words import is_placeholder, join_continuations, spli
 _NUMBER = re.compile(r"-\d+(\.\d*)?([eE][-+]?\d+)?|-\.\d+")
 
 
-def check_command(text: str, partial: bool = False) -> list[Problem]:
+def check_command(text: str, partial: bool = False, sizes: WorldSizes | None = None) -> list[Problem]:
     """Problems of the TensorRT-LLM command lines in `text`, as typed in a notebook, a shell block or Markdown.
 
     Checked are unknown, removed and misplaced flags, choices, types, missing values and required flags, contradictions
     between flags, and broken line continuations. Environment assignments, ``python``, ``mpirun -n N``, pipes and
     comments are understood; words that hold ``{name}`` or ``$NAME`` have unknown values, so their choices and types
-    are not checked. Other programs give no problems. With `partial` nothing is said about what is missing.
+    are not checked. Other programs give no problems. With `partial` nothing is said about what is missing. The ranks that
+    are started are compared with the engine's; `sizes` remembers the folders of earlier texts, such as a notebook's cells.
     """
+    sizes = WorldSizes() if sizes is None else sizes
     lines, problems = join_continuations(text)
     for line in lines:
         try:
@@ -39,10 +42,16 @@ def check_command(text: str, partial: bool = False) -> list[Problem]:
             if call is None:
                 continue
             problems.extend(call.problems)
+            if call.launch is not None and not partial:
+                problems.extend(call.launch.problems)
             for group, arguments in call.groups:
                 problems.extend(check_arguments(group, arguments, partial))
             if call.command is not None:
                 problems.extend(check_arguments(call.command, call.arguments, partial))
+                if not partial:
+                    values = _walk(call.command, call.arguments).values
+                    problems.extend(check_world_size(call.command, values, call.launch, sizes))
+                    sizes.note(call.command, values)
     return problems
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from trtllm_workshop.command_facts import Command, commands
+from trtllm_workshop.command_ranks import LAUNCHERS, Launch, read_launcher
 from trtllm_workshop.problem import Problem, error, warning
 from trtllm_workshop.shell_words import is_placeholder
 
@@ -24,9 +25,6 @@ CONSOLE_SCRIPTS = (
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_LAUNCHERS = {"mpirun", "mpiexec", "srun"}
-# Options of the launchers that take no value; every other one takes the next word (--mca takes two).
-_LAUNCHER_SWITCHES = {"--allow-run-as-root", "--oversubscribe", "--use-hwthread-cpus", "--tag-output", "-q", "-v"}
 _PLAIN_PREFIXES = {"sudo", "time", "nohup", "exec", "!", "env", "trtllm-llmapi-launch"}
 
 
@@ -37,21 +35,8 @@ class Call:
     command: Command | None
     arguments: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
-    ranks: int | None = None  # -n of the launcher in front, if any
+    launch: Launch | None = None  # mpirun and the like in front, if any
     groups: tuple[tuple[Command, tuple[str, ...]], ...] = ()  # words between a program and its sub-command
-
-
-def _skip_launcher(words: Sequence[str]) -> tuple[int, int | None]:
-    position, ranks = 1, None
-    while position < len(words) and words[position].startswith("-"):
-        option = words[position].split("=", 1)[0]
-        if option in ("-n", "-np", "--np", "--ntasks") and position + 1 < len(words):
-            ranks = int(words[position + 1]) if words[position + 1].isdecimal() else None
-        if "=" in words[position] or option in _LAUNCHER_SWITCHES:
-            position += 1
-        else:
-            position += 3 if option in ("--mca", "-mca") else 2
-    return position, ranks
 
 
 def _same_script(given: str, official: str) -> bool:
@@ -123,14 +108,20 @@ def _find_program(words: Sequence[str]) -> Call | None:
 
 def find_call(words: Sequence[str]) -> Call | None:
     """The official command that these words call, or None for any other program (ls, curl, nvidia-smi…)."""
-    rest, ranks = list(words), None
+    call, launch = _behind_prefixes(words)
+    return None if call is None else replace(call, launch=launch)
+
+
+def _behind_prefixes(words: Sequence[str]) -> tuple[Call | None, Launch | None]:
+    rest: list[str] = list(words)
+    launch: Launch | None = None
     while rest:
         head = PurePosixPath(rest[0]).name
         if _ASSIGNMENT.match(rest[0]) or head in _PLAIN_PREFIXES:
             rest = rest[1:]
-        elif head in _LAUNCHERS:
-            position, ranks = _skip_launcher(rest)
-            rest = rest[position:]
+        elif head in LAUNCHERS:
+            launch = read_launcher(rest)
+            rest = rest[launch.words :]
         elif head == "workshop" and rest[1:2] == ["exec"] and "--" in rest:
             rest = rest[rest.index("--") + 1 :]
         elif _PYTHON.fullmatch(head) or rest[0] in ("{sys_executable}", "{python}", "$PYTHON"):
@@ -138,13 +129,13 @@ def find_call(words: Sequence[str]) -> Call | None:
             while rest and rest[0] in ("-u", "-B", "-X", "-W", "-I"):
                 rest = rest[2:] if rest[0] in ("-X", "-W") else rest[1:]
             if not rest or rest[0].startswith("-"):
-                return None
+                return None, launch
             call = _find_script(rest[0])
-            return None if call is None else replace(call, arguments=tuple(rest[1:]), ranks=ranks)
+            return None if call is None else replace(call, arguments=tuple(rest[1:])), launch
         else:
             call = _find_script(rest[0]) if rest[0].endswith(".py") else _find_program(rest)
             if call is None:
-                return None
+                return None, launch
             arguments = tuple(rest[1:]) if rest[0].endswith(".py") else call.arguments
-            return replace(call, arguments=arguments, ranks=ranks)
-    return None
+            return replace(call, arguments=arguments), launch
+    return None, launch

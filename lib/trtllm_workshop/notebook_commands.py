@@ -10,6 +10,7 @@ from typing import Any
 
 from trtllm_workshop.command_check import check_command
 from trtllm_workshop.command_extract import FoundCommand, commands_in_code, commands_in_markdown
+from trtllm_workshop.command_ranks import WorldSizes
 from trtllm_workshop.python_check import check_python
 
 # A cell with this tag shows a mistake on purpose, and is left out.
@@ -24,9 +25,9 @@ def _source(cell: dict[str, Any]) -> str:
     return source if isinstance(source, str) else "".join(source)
 
 
-def _problems_of(found: Iterable[FoundCommand]) -> Iterator[str]:
+def _problems_of(found: Iterable[FoundCommand], sizes: WorldSizes) -> Iterator[str]:
     for command in found:
-        for problem in check_command(command.text, command.partial):
+        for problem in check_command(command.text, command.partial, sizes):
             yield f"line {command.line}: {problem} in: {command.text.strip().splitlines()[0]}"
 
 
@@ -39,25 +40,26 @@ def check_notebook_commands(path: str | Path) -> list[str]:
     notebook = json.loads(Path(path).read_text(encoding="utf-8"))
     found: list[str] = []
     shared: list[str] = []
+    sizes = WorldSizes()  # a later cell runs the engine that an earlier one built
     for number, cell in enumerate(notebook["cells"]):
         source = _source(cell)
         if WRONG_ON_PURPOSE in cell.get("metadata", {}).get("tags", []):
             continue
         if cell["cell_type"] == "markdown":
-            found.extend(f"cell {number}, {text}" for text in _problems_of(commands_in_markdown(source)))
+            found.extend(f"cell {number}, {text}" for text in _problems_of(commands_in_markdown(source), sizes))
         elif cell["cell_type"] == "code":
-            found.extend(f"cell {number}, {text}" for text in _check_code(source, shared))
+            found.extend(f"cell {number}, {text}" for text in _check_code(source, shared, sizes))
     found.extend(f"toolchain cells, {problem}" for problem in check_python("\n".join(shared)))
     return found
 
 
-def _check_code(source: str, shared: list[str]) -> Iterator[str]:
+def _check_code(source: str, shared: list[str], sizes: WorldSizes) -> Iterator[str]:
     first = source.lstrip().split("\n", 1)[0]
     python = not first.startswith("%%") or _PYTHON_MAGIC.match(first) is not None
     if not python and not _SHELL_MAGIC.match(first):
         return
     try:
-        yield from _problems_of(commands_in_code(source))
+        yield from _problems_of(commands_in_code(source), sizes)
         if first.startswith("%%toolchain"):
             check_python(source)  # raises SyntaxError here, where the cell is known
             shared.append("\n".join(line for line in source.split("\n") if not line.startswith("%%")))
@@ -69,4 +71,4 @@ def _check_code(source: str, shared: list[str]) -> Iterator[str]:
 
 def check_markdown_commands(path: str | Path) -> list[str]:
     """Problems in the commands of a Markdown file, each with its line."""
-    return list(_problems_of(commands_in_markdown(Path(path).read_text(encoding="utf-8"))))
+    return list(_problems_of(commands_in_markdown(Path(path).read_text(encoding="utf-8")), WorldSizes()))
