@@ -9,10 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from trtllm_workshop.checkpoint import RankMapping  # noqa: E402
 from trtllm_workshop.model_spec import ModelSpec  # noqa: E402
 from trtllm_workshop.quant_mode import QuantMode  # noqa: E402
 from trtllm_workshop.reference import attention, cuda_kernels  # noqa: E402
 from trtllm_workshop.reference.build import Limits, export_network  # noqa: E402
+from trtllm_workshop.reference.collectives import rank_spec  # noqa: E402
 from trtllm_workshop.reference.engine import bind, kv_cache_dtype  # noqa: E402
 from trtllm_workshop.reference.fp8 import to_e4m3  # noqa: E402
 from trtllm_workshop.reference.network import NetworkConfig  # noqa: E402
@@ -39,10 +41,16 @@ def spec(**more: Any) -> ModelSpec:
 
 
 def graph(
-    mode: QuantMode, device: str, dtype: Any = torch.bfloat16, read_back: bool = True, of: ModelSpec | None = None
+    mode: QuantMode,
+    device: str,
+    dtype: Any = torch.bfloat16,
+    read_back: bool = True,
+    of: ModelSpec | None = None,
+    place: RankMapping | None = None,
+    communicator: Any = None,
 ) -> Any:
     """A function that binds the same random weights to a fresh copy of the graph."""
-    network = NetworkConfig(of or spec(), dtype, POSITIONS, mode, read_back)
+    network = NetworkConfig(of or spec(), dtype, POSITIONS, mode, read_back, place or RankMapping(), 0)
     program = export_network(network, Limits(4, POSITIONS, POSITIONS, 64), PER_BLOCK)
     generator = torch.Generator().manual_seed(7)
     weights = {}
@@ -57,8 +65,10 @@ def graph(
             values = (values * 100).clamp(-448, 448)
         elif like.dim() == 2:
             values *= 0.08
+        if like.dtype == torch.int64:  # where this rank's rows of the embedding begin
+            values = torch.zeros(like.shape)
         weights[name] = values.to(like.dtype).to(device)
-    return lambda: bind(program, dict(weights))
+    return lambda: bind(program, dict(weights), communicator, None if network.place.pp_size == 1 else dtype)
 
 
 def mixed_step(
@@ -96,6 +106,46 @@ def test_the_rewritten_graph_computes_the_same_with_plain_operators(name: str, r
     assert wanted.isfinite().all() and wanted.std() > 0.01
     assert torch.equal(got, wanted)
     assert torch.equal(again[3].view(torch.uint8), inputs[3].view(torch.uint8))
+
+
+class Echo:
+    """Answers for a rank whose partner computes something else, always the same."""
+
+    capturable = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def allreduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("allreduce")
+        return x + x.roll(1, -1)
+
+    def allgather(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("allgather")
+        return torch.cat((x, -x), dim=-1)
+
+
+@pytest.mark.parametrize("pp", [1, 3])
+@pytest.mark.parametrize("name", MODES)
+def test_the_rewritten_graph_of_one_of_several_ranks(name: str, pp: int) -> None:
+    """Sums over the ranks stay where they were, between a product and the residual sum that is fused with a norm."""
+    mode, whole = MODES[name], spec(num_hidden_layers=2 * pp)
+    for stage in range(pp):
+        place, echo = RankMapping(2, pp, 2 * stage), Echo()
+        make = graph(mode, "cpu", of=whole, place=place, communicator=echo)
+        inputs, again = (list(mixed_step(mode, "cpu", of=rank_spec(whole, place))) for _ in range(2))
+        for given in (inputs, again):
+            if not place.is_first_stage:
+                ids = given[0]
+                given[0] = torch.randn(len(ids), 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+            if not place.is_last_stage:
+                del given[2]
+        wanted, met = make()(*inputs), list(echo.calls)
+        got = cuda_kernels.optimize(make())(*again)
+        assert wanted.isfinite().all() and wanted.std() > 0.01
+        assert torch.equal(got, wanted)
+        ends = (stage == 0) * ["allreduce"], (stage == pp - 1) * ["allgather"]
+        assert met == [*ends[0], *["allreduce"] * 4, *ends[1]] and echo.calls == 2 * met
 
 
 def test_every_layer_is_fused() -> None:

@@ -114,15 +114,15 @@ def pin_stage_types(module: GraphModule, compute: torch.dtype, between: torch.dt
     states that come in become `compute`, those that go out become `between`. A whole model stays as it is.
     """
     graph = module.graph
-    (out,) = graph.find_nodes(op="output")
-    for node in graph.find_nodes(op="placeholder"):
-        if node.name == HIDDEN_INPUT:
-            users = list(node.users)
-            with graph.inserting_after(node):
-                cast = graph.call_function(ATEN.to.dtype, (node, compute))
-            for user in users:
-                user.replace_input_with(node, cast)
-    if not any(node.name == "last_token_ids" for node in graph.find_nodes(op="placeholder")):
+    placeholders, (out,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
+    given = {node.name: node for node in placeholders}
+    if hidden := given.get(HIDDEN_INPUT):
+        users = list(hidden.users)
+        with graph.inserting_after(placeholders[-1]):
+            cast = graph.call_function(ATEN.to.dtype, (hidden, compute))
+        for user in users:
+            user.replace_input_with(hidden, cast)
+    if "last_token_ids" not in given:
         for made in out.all_input_nodes:
             with graph.inserting_before(out):
                 out.replace_input_with(made, graph.call_function(ATEN.to.dtype, (made, between)))

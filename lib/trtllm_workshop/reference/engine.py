@@ -207,7 +207,7 @@ def load_engine(
 
     Raises:
         WrongFolderKind: for a checkpoint or Hugging Face folder.
-        BrokenWeights: for a config.json that cannot be read.
+        BrokenWeights: for a config.json that cannot be read, or a rank that it does not have.
         EngineError: for another version, device, world size, or a damaged file.
     """
     from safetensors import safe_open
@@ -216,21 +216,21 @@ def load_engine(
     require_kind(folder, "engine")
     config = read_config(folder)
     path = folder / f"rank{rank}.engine"
-    if not path.is_file():
-        raise EngineError(f"{path} is missing: the engine folder is incomplete. Run trtllm-build again.")
     device = device or default_device()
     if missing := {"pretrained_config", "build_config"} - set(config):
         raise EngineError(
             f"{folder / 'config.json'} is not an engine's: {' and '.join(sorted(missing))} missing. Run trtllm-build again."
         )
     sections = [config_section(config, name) for name in ("pretrained_config", "build_config")]
+    mapping = RankMapping.from_config(sections[0], rank)
+    if not path.is_file():
+        raise EngineError(f"{path} is missing: the engine folder is incomplete. Run trtllm-build again.")
     version = config.get("version")
     if version != VERSION:
         raise EngineError(
             f"Version tag does not match. Note: Current Version: {VERSION}, Serialized Engine Version: {version} (from "
             f"{folder / 'config.json'}). Load this engine with TensorRT-LLM {version}, or run trtllm-build again here."
         )
-    mapping = RankMapping.from_config(sections[0], rank)
     ranks = 1 if communicator is None else mapping.tp_size * mapping.pp_size
     check_fingerprint(read_fingerprint(path), fingerprint(device, precision_of(sections[0]), ranks, rank), path)
     try:
