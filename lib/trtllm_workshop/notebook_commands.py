@@ -12,6 +12,7 @@ from trtllm_workshop.command_check import check_command
 from trtllm_workshop.command_extract import FoundCommand, commands_in_code, commands_in_markdown
 from trtllm_workshop.command_ranks import WorldSizes
 from trtllm_workshop.python_check import check_python
+from trtllm_workshop.rank_check import check_rank_code
 
 # A cell with this tag shows a mistake on purpose, and is left out.
 WRONG_ON_PURPOSE = "wrong-on-purpose"
@@ -64,7 +65,7 @@ def _check_code(source: str, shared: list[str], sizes: WorldSizes) -> Iterator[s
             check_python(source)  # raises SyntaxError here, where the cell is known
             shared.append("\n".join(line for line in source.split("\n") if not line.startswith("%%")))
         elif python:
-            yield from map(str, check_python(source))
+            yield from map(str, (*check_python(source), *check_rank_code(source)))
     except SyntaxError as reason:
         yield f"line {reason.lineno}: not valid Python: {reason.msg}"
 
