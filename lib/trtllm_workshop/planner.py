@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from trtllm_workshop.model_spec import ModelSpec
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "int4_awq": 0.5}
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "int4_awq": 0.5, "nvfp4": 0.5}
+NVFP4_BLOCK = 16  # inputs that share one FP8 scale
 AWQ_GROUP = 128  # the default of quantize.py: input channels that share a scale
 
 
@@ -54,7 +55,7 @@ def memory_need(
     if bytes_of(dtype) < 2:
         matrices = layer_matrices(spec)
         small = spec.num_hidden_layers * sum(outputs * inputs for outputs, inputs in matrices)
-        scales = spec.num_hidden_layers * sum(_scale_bytes(dtype, *shape, group) for shape in matrices)
+        scales = spec.num_hidden_layers * sum(scale_bytes(dtype, *shape, group) for shape in matrices)
         weights = small * bytes_of(dtype) + (spec.parameter_count() + head - small) * 2 + scales
     return MemoryNeed(int(weights), spec.kv_bytes_per_token(bytes_of(kv)), tokens)
 
@@ -65,10 +66,12 @@ def layer_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
     return [(spec.qkv_rows, hidden), (hidden, width), (inner, hidden), (inner, hidden), (hidden, inner)]
 
 
-def _scale_bytes(kind: str, outputs: int, inputs: int, group: int) -> int:
-    """Bytes of one matrix's scales in an engine: two float32 for FP8, otherwise 16-bit ones."""
+def scale_bytes(kind: str, outputs: int, inputs: int, group: int = AWQ_GROUP) -> int:
+    """Bytes of one matrix's scales in an engine: two float32 for FP8 and FP4, otherwise 16-bit ones."""
     if kind == "fp8":
         return 2 * 4
+    if kind == "nvfp4":
+        return outputs * -(-inputs // NVFP4_BLOCK) + 2 * 4
     if kind == "int4_awq":  # per group of inputs, and one factor per input before the product
         return 2 * outputs * -(-inputs // group) + 2 * inputs
     return 2 * outputs
