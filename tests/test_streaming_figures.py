@@ -75,6 +75,22 @@ def test_a_recorded_throughput_names_its_source_and_draws_measured_and_limit() -
         streaming.recorded_throughput({"a": [(1, 2.0, 3.0)]}, " ")
 
 
+def test_a_record_gives_rates_and_limits_of_its_generation_steps_only() -> None:
+    step = {"what": "generation step", "shape": "llama-3-8b", "precision": "bf16"}
+    rows = [
+        {**step, "batch": 1, "tokens_per_second": 90.0, "limit_milliseconds": 10.0},
+        {**step, "batch": 64, "tokens_per_second": 3000.0, "limit_milliseconds": 16.0},
+        {**step, "shape": "new", "batch": 2, "tokens_per_second": 1.0, "limit_milliseconds": 1000.0},
+        {"what": "whole engine", "shape": "llama-3-8b", "precision": "bf16", "requests": 9},
+    ]
+    rates, source = streaming.recorded_rates({"rows": rows, "machine": {"gpu": "GPU X"}, "date": "2026-01-02"})
+    assert rates == {
+        "Llama 3 8B, bfloat16": [(1, 90.0, 100.0), (64, 3000.0, 4000.0)],
+        "new, bfloat16": [(2, 1.0, 2.0)],
+    }
+    assert "GPU X" in source and "2026-01-02" in source and "random weights" in source
+
+
 def test_the_grid_shows_owners_shared_blocks_and_free_ones() -> None:
     figure = kv_pool.grid({"step 1": [(0,), (0, 1), (0, 1, 2), ()], "step 2": [(), (), (), (8,)]}, columns=2)
     first, second = figure.axes[:2]

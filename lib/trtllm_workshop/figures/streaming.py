@@ -175,11 +175,27 @@ def first_tokens(series: Mapping[str, Sequence[float]], predicted: Mapping[str, 
         axes.set_xlabel("question")
         axes.set_ylabel("time to first token in ms")
         axes.margins(y=0.15)
-        axes.set_title("The same long beginning, asked again and again")
+        axes.set_title("The same long instruction, asked again and again")
         axes.yaxis.set_major_formatter("{x:,.0f}")
         figure.legend(loc="outside lower center", ncols=3)
         s.grid(axes)
     return figure
+
+
+def recorded_rates(record: Mapping[str, Any]) -> tuple[dict[str, list[tuple[int, float, float]]], str]:
+    """The generation steps in a record of benchmarks/engine_gpu.py, and the words for its source.
+
+    Returns (requests, tokens per second, limit by memory bandwidth in tokens per second) of each engine by its name, and
+    machine, date and kind of weights. Raises KeyError for a file of another kind.
+    """
+    names = {"tinyllama": "TinyLlama", "llama-3-8b": "Llama 3 8B", "bf16": "bfloat16", "fp8-kv8": "FP8 + FP8 cache"}
+    rates: dict[str, list[tuple[int, float, float]]] = {}
+    for row in record["rows"]:
+        if row["what"] == "generation step":
+            name = ", ".join(names.get(row[part], row[part]) for part in ("shape", "precision"))
+            limit = 1000 * row["batch"] / row["limit_milliseconds"]
+            rates.setdefault(name, []).append((row["batch"], row["tokens_per_second"], limit))
+    return rates, f"one {record['machine']['gpu']}, {record['date']}, reference engine, random weights"
 
 
 def recorded_throughput(rows: Mapping[str, Sequence[tuple[int, float, float]]], source: str) -> Any:
