@@ -196,6 +196,22 @@ def test_P30_n_kv_head_against_the_weights(source, tmp_path):
     refused(source, tmp_path / "out", "num_key_value_heads in config.json is 4", "weights prove 2")
 
 
+def test_P28_the_split_is_judged_from_the_config_alone(tmp_path):
+    """A folder whose weights are not there yet: the refusal comes first, with both numbers."""
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 96, "intermediate_size": 96}
+    folder = tiny_model(tmp_path / "hf", "qwen2", **sizes, head_dim=8)
+    (folder / "model.safetensors").unlink()
+    refused(folder, tmp_path / "out", "--tp_size 3", "2 KV heads", "3 ranks", "Possible are 1, 2, 4, 6, 12", tp=3)
+    refused(folder, tmp_path / "out", "--tp_size 5", "12 attention heads", "5 ranks", tp=5)
+
+
+def test_P30_as_many_kv_heads_as_gpus_is_refused(tmp_path):
+    """32 KV heads in the weights and --n_kv_head 2, said for two GPUs: an engine of it would talk nonsense."""
+    source = tiny_model(tmp_path / "hf", "mistral", num_attention_heads=32, num_key_value_heads=32, head_dim=4)
+    refused(source, tmp_path / "out", "--n_kv_head is 2", "weights prove 32", "128 rows", n_kv_head=2, tp=2)
+    assert convert(source, tmp_path / "fits", tp=2).config["num_key_value_heads"] == 32
+
+
 def test_P31_head_dim_lost_from_the_config(tmp_path):
     source = tiny_model(tmp_path / "hf", "mistral", num_key_value_heads=4)  # head_dim 32, hidden / heads = 16
     assert convert(source, tmp_path / "fits").config["head_size"] == 32
