@@ -20,6 +20,9 @@ from trtllm_workshop.reference.quant_ops import expand_groups
 OPS, ATEN = torch.ops.trtllm_workshop, torch.ops.aten
 # Up to so many tokens a step the int8 kernel is faster than packed float32 weights (benchmarks/quantized.py measures it).
 INT8_TOKENS = 3
+# The int8 kernel reads 16 input channels at a time and does not look where a row ends: of other widths it reads what lies behind
+# (PyTorch 2.13 returns nonsense or crashes). A rank's part of a matrix easily has such a width.
+INT8_CHANNELS = 16
 
 
 def in_float32(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -90,11 +93,17 @@ def expand_weight_only(module: GraphModule) -> GraphModule:
 
 
 def use_int8_kernels(module: GraphModule) -> GraphModule:
-    """Every weight_only_linear as PyTorch's product with int8 weights; the module's other weights are bfloat16."""
+    """Every weight_only_linear as PyTorch's product with int8 weights; the module's other weights are bfloat16.
+
+    Where the kernel cannot read the width (INT8_CHANNELS), the weight is expanded to bfloat16.
+    """
     call = module.graph.call_function
 
     def build(index: int, node: Node) -> Node:
         x, weight, scale, bias = node.args
+        if _tensor(module, weight).shape[1] % INT8_CHANNELS:
+            plain = _tensor(module, weight).to(torch.bfloat16) * _tensor(module, scale)[:, None]
+            return call(ATEN.linear.default, (x, _attribute(module, f"expanded_{index}", plain), bias))
         out = call(ATEN._weight_int8pack_mm.default, (x, weight, scale))
         return out if bias is None else call(ATEN.add.Tensor, (out, bias))
 
