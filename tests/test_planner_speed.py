@@ -68,7 +68,13 @@ def test_waves_over_stages_do_the_same_work_in_more_and_smaller_steps(split):
     layers = 2 * 32 * LAYER * 100 * (1000 + 499) / 100e12 / split.ranks
     head = 2 * 128256 * 4096 * 100 * 500 / 100e12 / split.tp
     assert plan.work.matrices == pytest.approx(layers + head)
-    assert plan.waves[0][1].pure_steps == pytest.approx(2 * 499 - plan.waves[0][1].mixed_steps)
+    assert plan.waves[0][1].pure_steps == pytest.approx(split.pp * 500 - plan.waves[0][1].mixed_steps)
+
+
+def test_one_request_takes_a_step_for_its_prompt_and_one_for_every_further_token():
+    ((_, one),) = schedule(Engine(EIGHT, ROUND), Load(100, 128, 1)).waves
+    assert (one.mixed_steps, one.pure_steps) == (1, 127)
+    assert one.mixed.cache == 0
 
 
 def test_what_does_not_fit_says_what_to_change():

@@ -43,13 +43,17 @@ def _expected() -> tuple[type[Exception], ...]:
     """Errors whose text is made for the reader; anything else keeps its traceback."""
     from trtllm_workshop.command_line import CommandLineError
     from trtllm_workshop.course import CourseProblem
+    from trtllm_workshop.model_spec import UnsupportedModel
     from trtllm_workshop.parameters import ParameterProblem
+    from trtllm_workshop.planner_gpus import PlanProblem
     from trtllm_workshop.toolchain import ToolchainNotFound
 
-    return CourseProblem, ParameterProblem, CommandLineError, ToolchainNotFound
+    return CourseProblem, ParameterProblem, CommandLineError, ToolchainNotFound, PlanProblem, UnsupportedModel
 
 
 def _parser() -> argparse.ArgumentParser:
+    from trtllm_workshop import planner_cli
+
     parser = argparse.ArgumentParser(
         prog="workshop", description="From model weights to an API endpoint with TensorRT-LLM."
     )
@@ -85,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     execute.add_argument("--toolchain", choices=TOOLCHAINS, default="auto")
     execute.add_argument("line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     execute.set_defaults(action=_exec)
+
+    planner_cli.add(commands)
 
     report = commands.add_parser("report", help="write work/report.html again from the recorded results")
     _folders(report)

@@ -101,8 +101,6 @@ def find_gpu(name: str, gpus: Mapping[str, Gpu]) -> Gpu:
     if _plain(name) in plain:
         return plain[_plain(name)]
     starts = [gpu.name for key, gpu in plain.items() if _plain(name) and key.startswith(_plain(name))]
-    if len(starts) == 1:
-        return gpus[starts[0]]
     near = starts or [plain[key].name for key in difflib.get_close_matches(_plain(name), plain, n=2, cutoff=0.5)]
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise PlanProblem(

@@ -26,10 +26,10 @@ class Constants:
     are judged on GPUs that the fit has not seen.
     """
 
-    compute: float = 0.6791
+    compute: float = 0.6789
     bandwidth: float = 0.911
     attention: float = 0.8364
-    link: float = 0.5159
+    link: float = 0.5161
     layer_seconds: float = LAYER_SECONDS
 
 

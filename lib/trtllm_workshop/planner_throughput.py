@@ -74,11 +74,12 @@ def wave(engine: Engine, load: Load, batch: int, limits: Limits) -> Wave:
     room = max(1.0, limits.max_num_tokens - (part if part < limits.max_num_tokens else 0))
     mixed = max(1.0, batch * load.prompt / room)
     pairs = batch * load.prompt * (load.prompt + 1) / 2
-    share = min(1.0, mixed / stages / steps) if steps else 0  # of the answers' tokens that come in steps with prompts
+    # A token of an answer rides in a later step than its own prompt's: of the steps with prompts, the first carries none.
+    share = min(1.0, max(0.0, mixed / stages - 1) / steps) if steps else 0.0
     length = load.prompt + load.answer / 2
     riding = batch * steps * share / mixed
     first = engine.step(batch * load.prompt / mixed, riding, riding * length, pairs / mixed, batch / mixed)
-    left = max(0.0, steps * stages - mixed)
+    left = steps * stages * (1 - share)
     return Wave(batch, mixed, first, left, engine.step(0, part, part * length) if left else Work())
 
 
