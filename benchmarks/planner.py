@@ -2,7 +2,12 @@
 
 The constants are fitted without one GPU and judged on it, for every GPU in turn; B200 and GB200 are near relatives, so both
 are left out together as well. Then all published runs are used, and the result is compared with
-datasets/measurements/*.json, which the fit has not seen. Needs no GPU and no torch.
+datasets/measurements/*.json, which the fit has not seen (one step of them gave layer_seconds and is left out). Needs no GPU
+and no torch.
+
+What the figures do not say: the form of the model was chosen with all rows in sight. The bandwidth constant ends at its
+ceiling. Blackwell in FP4 is predicted too fast in every row, by 20 % in the middle: its products seem to reach a
+smaller share of their peak than those in FP8, and there is no constant for that. B200's median would be 0.26 with the 8 TB/s that many pages give it.
 
     .venv/bin/python benchmarks/planner.py [--rows]
 

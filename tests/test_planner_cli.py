@@ -98,6 +98,12 @@ def test_copied_kv_heads_are_told(model, capsys):
     assert any("8 KV heads on 16 ranks" in warning and "2 times" in warning for warning in plan["warnings"])
 
 
+def test_four_bit_floats_are_planned_with_a_warning(model, capsys):
+    plan = planned(capsys, model, "--gpu", "B200", "--dtype", "nvfp4", "--kv-dtype", "fp8")
+    assert "FP4 is predicted too fast" in plan["warnings"][0]
+    assert "no fp4 rate" in refused(capsys, model, "--gpu", "H100", "--dtype", "nvfp4")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

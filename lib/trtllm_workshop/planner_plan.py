@@ -146,6 +146,8 @@ def _warnings(engine: Engine, load: Load, pool: str | None, copied: bool) -> lis
         found.append(
             f"{load.prompt} + {load.answer} tokens are more than the model was made for (max_position_embeddings {longest})"
         )
+    if engine.dtype == "nvfp4":
+        found.append("FP4 is predicted too fast: published runs reached about a sixth less (benchmarks/planner.py)")
     if copied:
         found.append(
             f"{engine.spec.num_key_value_heads} KV heads on {engine.split.tp} ranks: each is copied, so that the KV cache of all "
