@@ -6,8 +6,9 @@ datasets/measurements/*.json, which the fit has not seen (one step of them gave 
 and no torch.
 
 What the figures do not say: the form of the model was chosen with all rows in sight. The bandwidth constant ends at its
-ceiling. Blackwell in FP4 is predicted too fast in every row, by 20 % in the middle: its products seem to reach a
-smaller share of their peak than those in FP8, and there is no constant for that. B200's median would be 0.26 with the 8 TB/s that many pages give it.
+ceiling. Blackwell in FP4 is predicted too fast in every row, by 20 % in the middle: its products seem to reach a smaller
+share of their peak than those in FP8, and there is no constant for that. B200's median would be 0.26 with the 8 TB/s that
+many pages give it.
 
     .venv/bin/python benchmarks/planner.py [--rows]
 

@@ -143,6 +143,13 @@ def test_a_split_and_quantized_checkpoint_says_its_own_settings(tmp_path, capsys
         assert planned(capsys, tmp_path, "--gpu", "H100", "--tp", 1, "--pp", 1)["tp"] == 1
 
 
+@pytest.mark.parametrize("broken", [{"mapping": [1]}, {"mapping": {"tp_size": "two"}}, {"quantization": 3}])
+def test_a_damaged_checkpoint_config_is_refused_with_its_name(tmp_path, capsys, broken):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architecture": "LlamaForCausalLM"} | broken))
+    said = refused(capsys, tmp_path, "--gpu", "H100")
+    assert "config.json" in said and next(iter(broken)) in said and "Traceback" not in said
+
+
 def test_the_table_can_be_edited(tmp_path, model, capsys):
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     table["gpus"] = {"Mine": table["gpus"]["H100"] | {"bandwidth": "1e12", "price": 1}}

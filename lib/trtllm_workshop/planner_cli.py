@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trtllm_workshop.checkpoint import RankMapping, config_section
 from trtllm_workshop.model_spec import ModelSpec
 from trtllm_workshop.planner import BYTES
 from trtllm_workshop.planner_gpus import TABLE, PlanProblem, find_gpu, load_gpus
 from trtllm_workshop.planner_memory import Split
 from trtllm_workshop.planner_throughput import MAX_BATCH_SIZE, MAX_NUM_TOKENS, Limits, Load
 from trtllm_workshop.planner_work import Engine
+from trtllm_workshop.safetensors_file import BrokenWeights
 
 KV_TYPES = ("float32", "float16", "bfloat16", "fp8", "int8")
 # quant_algo of a checkpoint's config.json -> the planner's name for its weights.
@@ -112,15 +114,18 @@ def read_model(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
     if not isinstance(config, dict):  # ModelSpec says what is wrong with it
         spec = ModelSpec.from_hf(path)
         return spec, defaults | {"dtype": spec.dtype}
-    config = config.get("pretrained_config", config)
-    if "architecture" not in config:
-        spec = ModelSpec.from_hf(path)
-        return spec, defaults | {"dtype": spec.dtype}
-    spec = ModelSpec.from_checkpoint_config(config)
-    quantization, mapping = config.get("quantization") or {}, config.get("mapping") or {}
+    try:
+        config = config_section(config, "pretrained_config") or config
+        if "architecture" not in config:
+            spec = ModelSpec.from_hf(path)
+            return spec, defaults | {"dtype": spec.dtype}
+        spec = ModelSpec.from_checkpoint_config(config)
+        quantization, mapping = config_section(config, "quantization"), RankMapping.from_config(config)
+    except BrokenWeights as error:
+        raise PlanProblem(f"{file}: {error}") from error
     return spec, {
         "dtype": QUANT_ALGOS.get(str(quantization.get("quant_algo")), spec.dtype),
         "kv_dtype": {"FP8": "fp8", "INT8": "int8"}.get(str(quantization.get("kv_cache_quant_algo"))),
-        "tp": mapping.get("tp_size", 1),
-        "pp": mapping.get("pp_size", 1),
+        "tp": mapping.tp_size,
+        "pp": mapping.pp_size,
     }
