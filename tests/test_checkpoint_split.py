@@ -200,6 +200,19 @@ def test_the_joiner_sees_what_a_wrong_split_does(tmp_path):
     assert wrong == {f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qkv"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(3, 1), (1, 4), (3, 2)])
+def test_smollm2_joins_too(smollm2, tmp_path, tp, pp):
+    """30 layers on four stages are 8, 8, 7, 7. Two ranks cannot share nine heads, nine not the 1536 inner channels."""
+    for ranks, reason in ((2, "9 attention heads cannot be shared by 2"), (9, "1536 cannot be shared by 9 ranks")):
+        with pytest.raises(ValueError, match=reason):
+            convert(smollm2, tmp_path / "out", ranks)
+    folder = convert(smollm2, tmp_path / "out", tp, pp, dtype="bfloat16").folder
+    config, state = json.loads((smollm2 / "config.json").read_text()), hf_state(smollm2)
+    joined = join(folder, config, tp, pp)
+    assert_same(joined, state | {"lm_head.weight": state["model.embed_tokens.weight"]}, (tp, pp))
+
+
 # Against NVIDIA ModelOpt 0.37, which TensorRT-LLM 1.2.1 pins ------------------------------------------------------------
 
 
