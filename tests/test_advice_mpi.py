@@ -10,6 +10,7 @@ import pytest
 from trtllm_workshop import advice_mpi, shell
 from trtllm_workshop.advice import advise
 from trtllm_workshop.advice_mpi import hang_verdict, visible_gpus
+from trtllm_workshop.commands import check_command
 from trtllm_workshop.gpu import GpuReport
 from trtllm_workshop.shell import CommandFailed
 from trtllm_workshop.toolchain import ToolchainNotFound, choose
@@ -186,3 +187,25 @@ def test_home_that_is_not_set():
 def test_P63_both_spellings_of_the_world_size(log, says):
     text = one(log, "P63")
     assert all(word in text for word in says)
+
+
+def test_P95_cards_without_direct_access_get_the_flag_and_the_reason():
+    text = one("RuntimeError: CUDA error: peer access is not supported between these two devices", "P95")
+    assert "RTX 4090" in text and "NCCL_P2P_DISABLE=1" in text and "--use_custom_all_reduce disable" in text
+    assert "no flag --use_custom_all_reduce" in str(
+        check_command("trtllm-build --checkpoint_dir c --use_custom_all_reduce x")
+    )
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "Failed, NCCL error /src/common.cu:12 'internal error'",
+        "NCCL error in: /src/ProcessGroupNCCL.cpp:1, internal error - please report this issue",
+        "ncclInternalError: Internal check failed.",
+    ],
+)
+def test_P98_an_internal_error_of_nccl_names_the_run_option_and_stays_open(log):
+    text = one(log, "P98")
+    assert "--shm-size=1g" in text and "one cause of several" in text and "NCCL_DEBUG=INFO" in text
+    assert advise("internal error of another program", 1) == []

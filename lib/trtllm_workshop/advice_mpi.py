@@ -1,4 +1,4 @@
-"""Failures of mpirun: what it refuses, which rank ended first, and what a start that hangs has to do with networks.
+"""Failures of several ranks: what mpirun refuses, which rank ended first, links between GPUs, starts that hang.
 
 The texts are those of Open MPI 4 (orterun calls itself mpirun) and 5 (PRRTE, which calls itself prterun).
 """
@@ -104,6 +104,29 @@ def first_rank_to_end(context: Context) -> Advice | None:
     return Advice(cause, f"read the first error that rank {rank} printed above; mpirun --tag-output names the ranks")
 
 
+def no_peer_access(context: Context) -> Advice | None:
+    """P95: cards that cannot read each other's memory, and a kernel that wants to."""
+    if context.search(r"peer access is not supported between these two devices") is None:
+        return None
+    cause = "these GPUs cannot read each other's memory directly (usual for RTX 4090, A10 and A30 on PCIe)"
+    fix = (
+        "set NCCL_P2P_DISABLE=1 for the run; older releases also need trtllm-build --use_custom_all_reduce disable, "
+        "a flag that 1.2.1 no longer has. nvidia-smi topo -m shows the links"
+    )
+    return Advice(cause, fix, "P95")
+
+
+def nccl_internal_error(context: Context) -> Advice | None:
+    """P98: NCCL names no reason; in a container it is often the shared memory."""
+    if context.search(r"NCCL[^\n]{0,80}internal error|ncclInternalError") is None:
+        return None
+    cause = "NCCL stopped without a reason; in a container /dev/shm is often too small (64 MB), one cause of several"
+    fix = (
+        "start the container with --ipc=host or --shm-size=1g; if that changes nothing, read a run with NCCL_DEBUG=INFO"
+    )
+    return Advice(cause, fix, "P98")
+
+
 def hang_verdict(command: str, interfaces: Sequence[str]) -> Advice | None:
     """P99: what a start under mpirun that never came to an end may wait for; None for a command without mpirun.
 
@@ -127,4 +150,13 @@ def hang_verdict(command: str, interfaces: Sequence[str]) -> Advice | None:
     return Advice(cause, "every rank has to take part in every step: look for the rank that printed an error", "P101")
 
 
-MPI_RULES: tuple[Rule, ...] = (not_enough_slots, as_root, no_launcher, no_program, no_home, first_rank_to_end)
+MPI_RULES: tuple[Rule, ...] = (
+    not_enough_slots,
+    as_root,
+    no_launcher,
+    no_program,
+    no_home,
+    no_peer_access,
+    nccl_internal_error,
+    first_rank_to_end,
+)
