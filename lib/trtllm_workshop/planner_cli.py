@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
     split.check(spec)
     constants, note, used = None, "", arguments.used_gb * 1e9
     if arguments.measure:
-        from trtllm_workshop.planner_measure import measure
+        from trtllm_workshop.planner_measure import measure, with_link
         from trtllm_workshop.planner_speed import MEASURED_RATES
 
         gpu, others, note = measure(threads=1 if split.ranks > 1 else None)
         constants, used = MEASURED_RATES, used or others
+        if split.ranks > 1:
+            gpu, wait, said = with_link(gpu, split.ranks)
+            constants, note = replace(constants, message_seconds=wait), f"{note} {said}"
     else:
         gpu = find_gpu(arguments.gpu, load_gpus(arguments.gpus))
     plan = make_plan(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trtllm_workshop.planner_gpus import Gpu, PlanProblem
@@ -89,7 +90,7 @@ def _with_numpy() -> tuple[Gpu, float, str]:
 
 
 def _gpu(name: str, memory: float, copy: float, rates: dict[str, float]) -> Gpu:
-    """No link is measured: ranks of one machine are taken to exchange bytes as fast as memory is copied."""
+    """The link is that of a copy until `with_link` puts a measured one in its place."""
     return Gpu(name, memory, copy, rates, copy, "pcie", None, "measured here")
 
 
@@ -102,7 +103,17 @@ def _ram() -> float:
 
 def _words(copy: float, rates: dict[str, float], how: str) -> str:
     products = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in rates.items())
-    return (
-        f"Measured here ({how}): copy {copy / 1e9:.1f} GB/s, matrix products {products}. No link was measured: ranks are taken to "
-        "exchange bytes as fast as memory is copied, which flatters several ranks on one machine."
+    return f"Measured here ({how}): copy {copy / 1e9:.1f} GB/s, matrix products {products}."
+
+
+def with_link(gpu: Gpu, ranks: int) -> tuple[Gpu, float, str]:
+    """(the machine with its measured link, seconds that ranks wait for each other each time, both in words)."""
+    from trtllm_workshop.planner_link import measure_link
+
+    found = measure_link(ranks)
+    said = (
+        f"{ranks} processes add up a token's values in {1e6 * found.message_seconds:.0f} µs, and send "
+        f"{found.bytes_per_second / 1e9:.2f} GB/s of 16-bit values. Rates of one rank are those of one thread while the others "
+        "rest: on fewer cores than ranks, and where the memory is shared, it will be slower."
     )
+    return replace(gpu, link=found.bytes_per_second), found.message_seconds, said

@@ -20,7 +20,9 @@ class Constants:
 
     `compute`, `bandwidth`, `attention` and `link` are shares of the peak: of the tensor cores' dense rate, of the memory's
     bandwidth for weights and small kernels, of the same for the KV cache, and of the link. `layer_seconds` is what a layer
-    of a step costs whatever it does (launches and gaps).
+    of a step costs whatever it does (launches and gaps). `message_seconds` is what waiting for the other ranks costs each
+    time: nothing can be said of it from published runs (NVLink takes some microseconds), so it counts only where it is
+    measured.
 
     The form of the model (what is added, what is counted) was chosen with all published rows in sight; only the constants
     are judged on GPUs that the fit has not seen.
@@ -31,6 +33,7 @@ class Constants:
     attention: float = 0.8364
     link: float = 0.5161
     layer_seconds: float = LAYER_SECONDS
+    message_seconds: float = 0.0
 
 
 IDEAL = Constants(1, 1, 1, 1, 0)  # the roofline itself
@@ -80,6 +83,6 @@ def seconds(work: Work, constants: Constants | None = None) -> Seconds:
         attention=work.cache / by.attention,
         scores=work.scores / by.compute,
         small_kernels=work.streams / by.bandwidth,
-        link=work.link / by.link,
+        link=work.link / by.link + work.messages * by.message_seconds,
         overhead=work.layers * by.layer_seconds,
     )

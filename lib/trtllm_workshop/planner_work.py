@@ -31,6 +31,7 @@ class Work:
     `matrices`: operations of the matrix products. `weights`: reading the weights. `streams`: values that the small kernels
     (norms, rotary, activation) read and write. `cache`: reading the KV cache. `scores`: operations of the prompts' attention.
     `link`: bytes that the rank sends. `layers`: layers run.
+    `messages`: times that ranks wait for each other.
     """
 
     matrices: float = 0
@@ -40,6 +41,7 @@ class Work:
     scores: float = 0
     link: float = 0
     layers: float = 0
+    messages: float = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -102,6 +104,7 @@ class Engine:
             scores=4 * layers * width * score_pairs / gpu.rate(head_unit),
             link=self._sent(tokens, layers) / gpu.link,
             layers=layers if tokens else 0,
+            messages=(2 * layers + 1) * (split.tp > 1) + (split.pp > 1) if tokens else 0,
         )
 
     def _sent(self, tokens: float, layers: int) -> float:
