@@ -136,7 +136,7 @@ def whole_engine(llm: LLM, requests: int, prompt: int, new: int, seed: int) -> d
 def warm_up(llm: LLM, requests: int, prompt: int, seed: int) -> None:
     """Compile and record everything that the load will need: graphs, and steps full of prompts, with few and many others in them."""
     executor = llm._executor
-    graphs = executor._runner._graphs
+    graphs = executor._runner.steps.graphs
     if graphs is not None:
         most = min(requests, graphs.sizes[-1])
         graphs.warm_up([size for size in graphs.sizes if size <= graphs.size_for(most)])

@@ -38,9 +38,9 @@ def executor_of(llm, graphs: bool, policy: str = "GUARANTEED_NO_EVICT", pool: in
         spare = executor.kv_cache.num_blocks - 1
         executor.kv_cache._empty.remove(spare)
         executor.kv_cache.num_blocks -= 1
-        runner = executor._runner
+        steps = executor._runner.steps
         blocks = -(-llm._executor.engine.build_config["max_seq_len"] // TOKENS_PER_BLOCK)
-        runner._graphs = GenerationGraphs(
+        steps.graphs = GenerationGraphs(
             executor.engine.run, executor.pool, executor.max_batch_size, blocks, spare, TOKENS_PER_BLOCK, capture=False
         )
     return executor

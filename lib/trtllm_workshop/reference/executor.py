@@ -20,6 +20,8 @@ from trtllm_workshop.reference.interrupts import interrupts_held
 from trtllm_workshop.reference.iteration_stats import IterationStats
 from trtllm_workshop.reference.kv_cache import KvCacheManager
 from trtllm_workshop.reference.kv_pool import KvPool
+from trtllm_workshop.reference.rank_step import RankStep
+from trtllm_workshop.reference.ranks import Ranks
 from trtllm_workshop.reference.request import Request
 from trtllm_workshop.reference.scheduler import Scheduler
 from trtllm_workshop.reference.step_runner import LaunchedStep, StepRunner
@@ -42,8 +44,10 @@ class Executor:
         scheduler_config: the capacity scheduler's policy.
         enable_chunked_context: let a long prompt take several steps.
         most_stats: iterations whose statistics are kept.
+        ranks: the other ranks of the engine, if there are any; `close` ends them.
 
     Raises:
+        RankError: when another rank ends before all are ready.
         ValueError: for a limit below 1, a pool without a single block, or chunks on an engine that cannot read cached tokens
             back in the context phase.
     """
@@ -58,8 +62,9 @@ class Executor:
         scheduler_config: SchedulerConfig | None = None,
         enable_chunked_context: bool = False,
         most_stats: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self._ranks = engine, ranks
         build, config = engine.build_config, kv_cache_config or KvCacheConfig()
         scheduling, first_come = scheduler_config or SchedulerConfig(), ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
         paged_context = bool(build["plugin_config"].get("use_paged_context_fmha", True))
@@ -71,7 +76,8 @@ class Executor:
         self.max_batch_size = lowered("max_batch_size", max_batch_size, build["max_batch_size"])
         self.max_num_tokens = lowered("max_num_tokens", max_num_tokens, build["max_num_tokens"])
         # Padding rows of CUDA graphs write to a block that no request gets.
-        pool = KvPool.allocate(engine, config, spare=1 if engine.device.type == "cuda" else 0)
+        communicator = None if ranks is None else ranks.prepare(config, self.max_batch_size)
+        pool = KvPool.allocate(engine, config, spare=1 if engine.device.type == "cuda" else 0, ranks=communicator)
         self.pool, self.pool_description = pool.tensor, pool.description
         # Without paged context attention a cached prefix could not be read either.
         reuse = config.enable_block_reuse and paged_context
@@ -84,7 +90,8 @@ class Executor:
             enable_chunked_context=enable_chunked_context,
             context_chunking_policy=(scheduling.context_chunking_policy or first_come).value,
         )
-        self._runner = StepRunner(engine, pool, self.kv_cache, self.scheduler)
+        steps = RankStep(engine, pool, self.max_batch_size, communicator)
+        self._runner = StepRunner(steps, self.kv_cache, self.scheduler, engine.device, ranks)
         self._ahead: LaunchedStep | None = None  # launched, its tokens not read yet
         self.stats = IterationStats(self.max_batch_size, most_stats)
         self._last_end = 0.0
@@ -92,6 +99,12 @@ class Executor:
         self._submitted: deque[Request] = deque()
         self._aborted: deque[Request] = deque()
         self._abort_all = False
+
+    def close(self) -> None:
+        """End the other ranks, after the step that runs. Safe to call twice."""
+        if self._ranks is not None:
+            with self._lock:
+                self._ranks.close()
 
     @property
     def iterations(self) -> int:
@@ -202,7 +215,7 @@ class Executor:
     def _collect(self, launched: LaunchedStep) -> list[Request]:
         """Wait for a step's tokens and give them to their requests."""
         batch = launched.batch
-        touched = self._accept(launched, launched.pending.wait())
+        touched = self._accept(launched, self._runner.tokens_of(launched))
         ended = [r for r in touched if r.finished]
         self.scheduler.finish(ended)
         now = time.perf_counter()

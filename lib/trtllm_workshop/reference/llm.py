@@ -23,11 +23,11 @@ from trtllm_workshop.reference.configs import (
     official_fields,
     refuse_unknown,
 )
-from trtllm_workshop.reference.engine import load_engine
 from trtllm_workshop.reference.executor import Executor
 from trtllm_workshop.reference.executor_loop import ExecutorLoop
 from trtllm_workshop.reference.outputs import RequestOutput
 from trtllm_workshop.reference.prompt_inputs import RequestMaker, prompt_text
+from trtllm_workshop.reference.ranks import Ranks, asked_ranks, check_ranks, load_ranks
 from trtllm_workshop.reference.sampling_params import SamplingParams
 from trtllm_workshop.reference.tokenizer_source import load_tokenizer, read_generation_config
 
@@ -49,6 +49,12 @@ CONFIGS = {"build_config": BuildConfig, "kv_cache_config": KvCacheConfig, "sched
 WHOLE_NUMBERS = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "iter_stats_max_iterations")
 
 
+def close_all(loop: ExecutorLoop, executor: Executor) -> None:
+    """End the thread, the requests and the other ranks of an engine."""
+    loop.shutdown()
+    executor.close()
+
+
 class LLM:
     """Generates text with a TensorRT engine.
 
@@ -58,12 +64,15 @@ class LLM:
         tokenizer: Hugging Face folder or tokenizer object; by default the model folder, when it is a Hugging Face one.
         skip_tokenizer_init: no tokenizer; prompts must be token ids then.
         dtype: precision of the engine when one is built here; `auto` follows the model.
-        kwargs: `build_config`, `kv_cache_config`, `scheduler_config`, `enable_chunked_prefill`, `iter_stats_max_iterations`,
-            `gather_generation_logits`, `max_batch_size`, `max_num_tokens`, `max_seq_len`, `max_input_len`.
+        tensor_parallel_size: ranks that share each layer, when an engine is built here; one process each.
+        kwargs: `pipeline_parallel_size`, `build_config`, `kv_cache_config`, `scheduler_config`, `enable_chunked_prefill`,
+            `iter_stats_max_iterations`, `gather_generation_logits`, `max_batch_size`, `max_num_tokens`, `max_seq_len`,
+            `max_input_len`.
 
     Raises:
         ValueError: for an argument that is unknown or not implemented.
         EngineError, WrongFolderKind: for an engine that cannot be loaded here.
+        RankError: when a rank of the engine does not come up; from `generate` too, when one ends.
     """
 
     def __init__(
@@ -82,14 +91,11 @@ class LLM:
         self.args = args = refuse_unknown(
             "LLM", kwargs, IMPLEMENTED, official_fields("tensorrt_llm._tensorrt_engine.LLM")
         )
-        if tensor_parallel_size != 1 or args.get("pipeline_parallel_size", 1) != 1:
-            raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size}, pipeline_parallel_size={args.get('pipeline_parallel_size', 1)}: "
-                "the reference toolchain runs engines of one rank; leave both at 1"
-            )
+        wanted_ranks = asked_ranks(tensor_parallel_size, args.get("pipeline_parallel_size", 1))
         self._workspace: tempfile.TemporaryDirectory | None = None
         self._loaded: Executor | None = None
         self._loop: ExecutorLoop | None = None
+        self._ranks: Ranks | None = None
         folder = Path(model)
         kind = classify(folder)
         for name, kind_of in CONFIGS.items():
@@ -113,15 +119,19 @@ class LLM:
             )
         generation_config = read_generation_config(tokenizer_folder)
         try:
-            engine_folder = folder if kind == "engine" else self._build(folder, kind, dtype, build)
+            if kind in ("engine", "checkpoint"):
+                check_ranks(folder, kind, wanted_ranks)
+            engine_folder = folder if kind == "engine" else self._build(folder, kind, dtype, build, wanted_ranks)
+            engine, self._ranks = load_ranks(engine_folder)
             self._loaded = Executor(
-                load_engine(engine_folder),
+                engine,
                 args.get("kv_cache_config"),
                 args.get("max_batch_size"),
                 max_num_tokens=args.get("max_num_tokens"),
                 scheduler_config=args.get("scheduler_config"),
                 enable_chunked_context=bool(args.get("enable_chunked_prefill")),
                 most_stats=args.get("iter_stats_max_iterations"),
+                ranks=self._ranks,
             )
         except BaseException:
             self.shutdown()
@@ -136,18 +146,19 @@ class LLM:
         gathers = bool(args.get("gather_generation_logits") or limits["gather_generation_logits"])
         self._maker = RequestMaker(self._executor.engine, self.tokenizer, generation_config, gathers)
         self._loop = ExecutorLoop(self._executor)
-        # An LLM that is forgotten, or left at the end of the program, must not leave its thread behind.
-        self._closing = weakref.finalize(self, self._loop.shutdown)
+        # An LLM that is forgotten, or left at the end of the program, must not leave its thread or its ranks behind.
+        self._closing = weakref.finalize(self, close_all, self._loop, self._executor)
 
-    def _build(self, folder: Path, kind: str, dtype: str, build: BuildConfig | None) -> Path:
+    def _build(self, folder: Path, kind: str, dtype: str, build: BuildConfig | None, ranks: tuple[int, int]) -> Path:
         """Convert if needed and build in a temporary workspace; returns the engine folder."""
         from trtllm_workshop.reference.convert import convert_checkpoint as convert
+        from trtllm_workshop.reference.convert_plan import Sharding
 
         self._workspace = tempfile.TemporaryDirectory(prefix="tllm-workspace-")
         checkpoint = folder
         if kind != "checkpoint":
             checkpoint = Path(self._workspace.name) / "checkpoint"
-            convert(folder, checkpoint, dtype=dtype)
+            convert(folder, checkpoint, dtype=dtype, sharding=Sharding(tp_size=ranks[0], pp_size=ranks[1]))
         limits = {n: self.args[n] for n in ("max_batch_size", "max_seq_len", "max_num_tokens") if self.args.get(n)}
         config = build or BuildConfig(**limits)
         if self.args.get("gather_generation_logits"):
@@ -305,9 +316,11 @@ class LLM:
     def shutdown(self) -> None:
         """End what runs, free the engine, the KV cache and the temporary workspace. Safe to call twice."""
         if self._loop is not None:
-            self._loop.shutdown()
+            close_all(self._loop, self._executor)
             self._closing.detach()
-        self._loop = self._loaded = None
+        elif self._ranks is not None:
+            self._ranks.close()
+        self._loop = self._loaded = self._ranks = None
         if self._workspace is not None:
             self._workspace.cleanup()
             self._workspace = None

@@ -1,4 +1,8 @@
-"""From a scheduled batch to the graph's inputs: packed tokens, positions, cache slots and block tables."""
+"""From a scheduled batch to the graph's inputs: packed tokens, positions, cache slots and block tables.
+
+What the scheduler decides becomes plain integers first (`PackedStep`), which can be told to other ranks; each rank makes
+tensors of them on its own device.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +41,48 @@ class BlockTables:
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """One step's inputs in the order of `network.INPUT_NAMES`, the pool left out, and whose logits come out.
+class PackedStep:
+    """One step's inputs as integers of the host.
 
     Attributes:
-        tensors: input_ids, position_ids, last_token_ids.
-        cache: slot_mapping, kv_cache_block_offsets, sequence_length, host_request_types, host_query_lengths,
-            host_sequence_lengths; see `attention.attend`.
-        rows: how many rows of logits each request has: context chunks first, then generation requests.
+        ids, positions, slots: of each packed token; an id may be a `cuda_graphs.row_reference`.
+        last: packed tokens whose logits come out.
+        types, lengths, totals: of each request: 0 for a context chunk and 1 for generation, new tokens, and tokens in the
+            cache afterwards; context chunks come first.
+        table: [requests, blocks of the longest], int64.
     """
 
-    tensors: tuple[torch.Tensor, ...]
+    ids: Sequence[int] | np.ndarray
+    positions: Sequence[int] | np.ndarray
+    slots: Sequence[int] | np.ndarray
+    last: Sequence[int] | np.ndarray
+    types: Sequence[int] | np.ndarray
+    lengths: Sequence[int] | np.ndarray
+    totals: Sequence[int] | np.ndarray
+    table: np.ndarray
+
+    def send(self, device: torch.device) -> StepInputs:
+        """The same as tensors on the device; nothing is waited for."""
+        host = torch.from_numpy(np.array([self.types, self.lengths, self.totals], dtype=np.int32))
+        table, totals = self.table.reshape(-1), self.totals
+        sent = send(device, self.ids, self.positions, self.last, self.slots, table, totals)
+        cache = (sent[3], sent[4].view(self.table.shape), sent[5], *host.unbind(0))
+        return StepInputs(sent[0], sent[1], sent[2], cache)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step's inputs on the device, the pool left out; see `network.INPUT_NAMES`.
+
+    Attributes:
+        cache: slot_mapping, kv_cache_block_offsets, sequence_length, host_request_types, host_query_lengths,
+            host_sequence_lengths; see `attention.attend`.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    last_token_ids: torch.Tensor
     cache: tuple[torch.Tensor, ...]
-    rows: list[int]
 
 
 def pack(
@@ -58,9 +91,8 @@ def pack(
     tokens_in_cache: Callable[[Request], int],
     newest: Mapping[int, int],
     tables: BlockTables,
-    device: torch.device,
-) -> StepInputs:
-    """Pack a batch.
+) -> tuple[PackedStep, list[int]]:
+    """Pack a batch; also says how many rows of logits each request has, context chunks first.
 
     Args:
         batch: what the scheduler chose; its tokens are in no cache yet.
@@ -68,7 +100,6 @@ def pack(
         tokens_in_cache: of a request, this step's included.
         newest: by request id, what stands for the newest token of a request that generates, if the host does not know it.
         tables: kept from step to step.
-        device: where the graph runs.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -96,8 +127,5 @@ def pack(
         token = newest.get(request.request_id)
         add(request, request.token_ids[-1:] if token is None else [token], tokens_in_cache(request) - 1, False)
     offsets = tables.stack(kv_cache, request_ids, -(-max(totals) // kv_cache.tokens_per_block))
-    contexts = len(batch.context)
-    host = torch.tensor([[0] * contexts + [1] * len(batch.generation), lengths, totals], dtype=torch.int32)
-    sent = send(device, ids, positions, last, slots, offsets.reshape(-1), totals)
-    cache = (sent[3], sent[4].view(offsets.shape), sent[5], *host.unbind(0))
-    return StepInputs((sent[0], sent[1], sent[2]), cache, rows)
+    types = [0] * len(batch.context) + [1] * len(batch.generation)
+    return PackedStep(ids, positions, slots, last, types, lengths, totals, offsets), rows

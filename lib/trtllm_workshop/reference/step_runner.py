@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from trtllm_workshop.reference.cuda_graphs import GenerationGraphs, PendingTokens, resolve_tokens, row_reference
-from trtllm_workshop.reference.cuda_kernels import can_capture
-from trtllm_workshop.reference.engine import Engine
+from trtllm_workshop.reference.cuda_graphs import PendingTokens, row_reference
 from trtllm_workshop.reference.kv_cache import KvCacheManager
-from trtllm_workshop.reference.kv_pool import KvPool
+from trtllm_workshop.reference.rank_step import RankStep, StepResult
+from trtllm_workshop.reference.ranks import Ranks
 from trtllm_workshop.reference.request import Request
 from trtllm_workshop.reference.scheduler import ContextChunk, ScheduledBatch, Scheduler
-from trtllm_workshop.reference.step_inputs import BlockTables, pack
+from trtllm_workshop.reference.step_inputs import BlockTables, PackedStep, pack
+from trtllm_workshop.reference.step_plan import GraphStep, StepPlan
 
 
 class Place(NamedTuple):
@@ -40,26 +40,24 @@ class LaunchedStep:
     Attributes:
         batch: what was scheduled.
         rows: rows of logits that each request has, context chunks first.
-        logits: [sum of rows, vocabulary]; None when only the most likely tokens are needed.
-        device_tokens: [sum of rows], the most likely token of each row, on the device.
-        pending: the same, on their way to the host.
+        result: what it leaves on the device; logits only when more than the most likely tokens is needed.
+        pending: the most likely token of each row, on their way to the host.
+        plain: whether the most likely tokens are all that is wanted, so that the next step may start without the host.
         started: when it was launched, in seconds of time.perf_counter.
         row_of: the row from which each request's next token comes, by request id.
     """
 
     batch: ScheduledBatch[Request]
     rows: list[int]
-    logits: torch.Tensor | None
-    device_tokens: torch.Tensor
+    result: StepResult
     pending: PendingTokens
-    in_graph: bool
+    plain: bool
     started: float
     row_of: dict[int, int] = field(init=False)
 
     @property
-    def plain(self) -> bool:
-        """Whether the most likely tokens are all that is wanted, so that the next step may start without the host."""
-        return self.logits is None
+    def logits(self) -> torch.Tensor | None:
+        return self.result.logits
 
     def __post_init__(self) -> None:
         chooses = (place for place in self.places() if place.chunk is None or place.chunk.is_last)
@@ -77,29 +75,35 @@ class LaunchedStep:
 
 
 class StepRunner:
-    """Launches steps of one engine.
+    """Plans and launches steps, on rank 0 of the engine; the other ranks follow the plans.
 
     Args:
-        engine: the loaded engine.
-        pool: its KV cache, with one spare block on CUDA, for the padding rows of graphs.
+        steps: runs this rank's share of a step.
         kv_cache: knows the blocks of each request.
         scheduler: knows how many of a request's tokens are in the cache.
+        device: where the engine runs.
+        ranks: the other ranks, if there are any.
     """
 
-    def __init__(self, engine: Engine, pool: KvPool, kv_cache: KvCacheManager, scheduler: Scheduler[Request]) -> None:
-        self._engine, self._pool, self._kv_cache, self._scheduler = engine, pool, kv_cache, scheduler
+    def __init__(
+        self,
+        steps: RankStep,
+        kv_cache: KvCacheManager,
+        scheduler: Scheduler[Request],
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.steps = steps
+        self._kv_cache, self._scheduler, self._device, self._ranks = kv_cache, scheduler, device, ranks
         self._tables = BlockTables()
-        self._graphs: GenerationGraphs | None = None
-        if can_capture(engine):
-            most_blocks = kv_cache.blocks_for(engine.build_config["max_seq_len"])
-            self._graphs = GenerationGraphs(
-                engine.run, pool.tensor, scheduler.max_batch_size, most_blocks, pool.blocks, pool.tokens_per_block
-            )
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether it pays to launch a step before the tokens of the one before are known: where the device works alone."""
-        return self._engine.device.type == "cuda"
+        """Whether it pays to launch a step before the tokens of the one before are known: where the device works alone.
+
+        With pipeline stages the first stage does not have those tokens either.
+        """
+        return self._device.type == "cuda" and (self._ranks is None or self._ranks.mapping.pp_size == 1)
 
     def launch(self, batch: ScheduledBatch[Request], before: LaunchedStep | None) -> LaunchedStep:
         """Queue a step.
@@ -107,40 +111,46 @@ class StepRunner:
         Args:
             batch: what to run, not empty.
             before: the step before, if its tokens have not been given to its requests yet.
+
+        Raises:
+            RankError: when another rank has ended or does not answer.
         """
         started = time.perf_counter()
         plain = all(r.plain for r in batch.generation) and all(c.request.plain for c in batch.context)
-        if self._graphs is not None and not batch.context:
-            return self._launch_graph(batch, before, self._graphs, not plain, started)
         newest = {}
         if before is not None:
             newest = {request_id: row_reference(row) for request_id, row in before.row_of.items()}
-        inputs = pack(batch, self._kv_cache, self._scheduler.tokens_in_cache, newest, self._tables, self._engine.device)
-        ids, *rest = inputs.tensors
-        if before is not None:
-            ids = resolve_tokens(ids, before.device_tokens)
-        logits = self._engine.run(ids, *rest, self._pool.tensor, *inputs.cache)
-        tokens = logits.argmax(-1)
-        return LaunchedStep(
-            batch, inputs.rows, None if plain else logits, tokens, PendingTokens(tokens), False, started
-        )
+        work: PackedStep | GraphStep
+        if self.steps.graphs is not None and not batch.context:
+            work, rows = self._graph_step(batch, newest), [1] * len(batch.generation)
+        else:
+            work, rows = pack(batch, self._kv_cache, self._scheduler.tokens_in_cache, newest, self._tables)
+        plan = StepPlan(work, before is not None, not plain)
+        previous = None if before is None else before.result
+        if self._ranks is None:
+            result = self.steps.run(plan, previous)
+        else:
+            with self._ranks.together():
+                self._ranks.announce(plan)
+                result = self.steps.run(plan, previous)
+        return LaunchedStep(batch, rows, result, PendingTokens(result.tokens), plain, started)
 
-    def _launch_graph(
-        self,
-        batch: ScheduledBatch[Request],
-        before: LaunchedStep | None,
-        graphs: GenerationGraphs,
-        want_logits: bool,
-        started: float,
-    ) -> LaunchedStep:
-        rows = {} if before is None else before.row_of
+    def tokens_of(self, launched: LaunchedStep) -> list[int]:
+        """Wait for the most likely token of each row.
+
+        Raises:
+            RankError: when another rank has ended meanwhile.
+        """
+        if self._ranks is None:
+            return launched.pending.wait()
+        with self._ranks.together():
+            return launched.pending.wait()
+
+    def _graph_step(self, batch: ScheduledBatch[Request], newest: dict[int, int]) -> GraphStep:
         tokens, lengths, blocks = [], [], []
         for request in batch.generation:
-            row = rows.get(request.request_id)
-            tokens.append(request.token_ids[-1] if row is None else row_reference(row))
+            token = newest.get(request.request_id)
+            tokens.append(request.token_ids[-1] if token is None else token)
             lengths.append(self._scheduler.tokens_in_cache(request))
             blocks.append(self._kv_cache.blocks(request.request_id))
-        previous = before.device_tokens if before is not None and not before.in_graph else None
-        done = graphs.step(tokens, lengths, blocks, previous, want_logits)
-        pending = PendingTokens(done.tokens)
-        return LaunchedStep(batch, [1] * len(tokens), done.logits, done.tokens, pending, True, started)
+        return GraphStep(tokens, lengths, blocks)
