@@ -11,10 +11,11 @@ import pytest
 import yaml
 from trtllm_workshop.cli import main
 from trtllm_workshop.planner_gpus import TABLE, PlanProblem, find_gpu, load_gpus
-from trtllm_workshop.planner_measure import measure
+from trtllm_workshop.planner_measure import Measured, measure
 from trtllm_workshop.planner_memory import Split
 from trtllm_workshop.planner_plan import first_token, make_plan, next_token
 from trtllm_workshop.planner_published import llama
+from trtllm_workshop.planner_speed import MEASURED_RATES
 from trtllm_workshop.planner_throughput import Load
 from trtllm_workshop.planner_work import Engine
 
@@ -205,11 +206,12 @@ def test_more_ranks_answer_sooner_and_give_less_per_gpu():
 def test_this_machine_is_measured_with_plausible_rates(backend, monkeypatch):
     monkeypatch.setattr("trtllm_workshop.planner_measure.COPY_BYTES", 2**22)
     monkeypatch.setattr("trtllm_workshop.planner_measure.WIDTH", {"cuda": 256, "cpu": 256})
-    gpu, others, said = measure(threads=1, backend=backend)
-    assert 1e8 < gpu.bandwidth < 1e14
-    assert 1e8 < gpu.flops["fp32"] < 1e16
-    assert gpu.memory > 2**28 and others >= 0
-    assert f"copy {gpu.bandwidth / 1e9:.1f} GB/s" in said
+    found = measure(threads=1, backend=backend)
+    assert 1e8 < found.gpu.bandwidth < 1e14
+    assert 1e8 < found.gpu.flops["fp32"] < 1e16
+    assert found.gpu.memory > 2**28 and found.used_by_others >= 0
+    assert 0 < found.constants.layer_seconds < 0.1
+    assert f"reading weights for one token {found.gpu.bandwidth / 1e9:.1f} GB/s" in found.words
 
 
 def test_measuring_gives_back_the_threads_of_torch():
@@ -222,12 +224,11 @@ def test_measuring_gives_back_the_threads_of_torch():
 
 def test_a_plan_of_this_machine_uses_what_was_measured(model, capsys, monkeypatch):
     slow = replace(load_gpus()["L4"], name="slow", bandwidth=1e9, memory=64e9)
-    monkeypatch.setattr(
-        "trtllm_workshop.planner_measure.measure", lambda threads=None: (slow, 1e9, "Measured here: slow.")
-    )
+    here = Measured(slow, 1e9, MEASURED_RATES, "Measured here: slow.")
+    monkeypatch.setattr("trtllm_workshop.planner_measure.measure", lambda dtype, threads: here)
     plan = planned(capsys, model, "--measure")
     assert plan["gpu"] == "slow" and plan["note"] == "Measured here: slow."
-    assert plan["rates"]["copy"] == 1e9
+    assert plan["rates"]["memory"] == 1e9
     assert plan["time_per_token_alone"] > (plan["weights_of_stages"][0] - 2 * 128256 * 4096) / 1e9
     assert "1.0 GB of this GPU are held" in plan["warnings"][0]
 

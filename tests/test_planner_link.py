@@ -10,9 +10,10 @@ import pytest
 from trtllm_workshop.cli import main
 from trtllm_workshop.planner_gpus import Gpu, PlanProblem, load_gpus
 from trtllm_workshop.planner_link import LARGE, SMALL, Link, measure_link, rates
+from trtllm_workshop.planner_measure import Measured
 from trtllm_workshop.planner_memory import Split
 from trtllm_workshop.planner_published import llama
-from trtllm_workshop.planner_speed import Constants, seconds
+from trtllm_workshop.planner_speed import MEASURED_RATES, Constants, seconds
 from trtllm_workshop.planner_work import Engine
 
 
@@ -69,7 +70,8 @@ def test_a_measured_plan_of_several_ranks_uses_the_measured_link(tmp_path, capsy
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     machine = Gpu("here", 16e9, 10e9, {"fp32": 1e11, "fp16": 1e11}, 10e9, "pcie")
-    monkeypatch.setattr("trtllm_workshop.planner_measure.measure", lambda threads=None: (machine, 0.0, "Measured."))
+    here = Measured(machine, 0.0, MEASURED_RATES, "Measured.")
+    monkeypatch.setattr("trtllm_workshop.planner_measure.measure", lambda dtype, threads: here)
     monkeypatch.setattr("trtllm_workshop.planner_link.measure_link", lambda ranks: Link(0.01 * ranks, 1e9))
     found = []
     for ranks in (1, 2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
     constants, note, used = None, "", arguments.used_gb * 1e9
     if arguments.measure:
         from trtllm_workshop.planner_measure import measure, with_link
-        from trtllm_workshop.planner_speed import MEASURED_RATES
 
-        gpu, others, note = measure(threads=1 if split.ranks > 1 else None)
-        constants, used = MEASURED_RATES, used or others
-        if split.ranks > 1:
-            gpu, wait, said = with_link(gpu, split.ranks)
-            constants, note = replace(constants, message_seconds=wait), f"{note} {said}"
+        here = measure(dtype, threads=1 if split.ranks > 1 else None)
+        here = with_link(here, split.ranks) if split.ranks > 1 else here
+        gpu, constants, note, used = here.gpu, here.constants, here.words, used or here.used_by_others
     else:
         gpu = find_gpu(arguments.gpu, load_gpus(arguments.gpus))
     plan = make_plan(
@@ -98,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         used_by_others=used,
     )
     if arguments.json:
-        print(json.dumps(plan.to_json() | {"rates": {"copy": gpu.bandwidth, **gpu.flops}, "note": note}, indent=2))
+        print(json.dumps(plan.to_json() | {"rates": {"memory": gpu.bandwidth, **gpu.flops}, "note": note}, indent=2))
         for warning in plan.warnings:
             print(f"Warning: {warning}", file=sys.stderr)
     else:
