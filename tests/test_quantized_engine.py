@@ -348,9 +348,10 @@ def test_a_head_in_fp8_counts_and_one_in_16_bits_does_not():
 def test_an_fp8_build_for_a_gpu_stops_at_odd_widths(quantized, tmp_path, monkeypatch):
     from trtllm_workshop.reference import build_precision
 
+    checkpoint = quantized("FP8").checkpoint  # made, with its engine, before the sizes become odd
     monkeypatch.setattr(build_precision, "FP8_MULTIPLE", 1024)  # in the place of a model with odd sizes
     refused(
-        quantized("FP8").checkpoint, tmp_path, "multiples of 1024", "attention.qkv [", "in 16 bits",
+        checkpoint, tmp_path, "multiples of 1024", "attention.qkv [", "in 16 bits",
         capability=(8, 9), monkeypatch=monkeypatch,
     )  # fmt: skip
 

@@ -152,3 +152,23 @@ def test_a_request_aborted_before_it_was_submitted_never_runs(engines):
     executor.submit(request)
     run(executor)
     assert request.finish_reason == "cancelled" and request.token_ids == [] and executor.iterations == 0
+
+
+@pytest.mark.parametrize("way", ["aborted", "stopped"])
+def test_nothing_is_left_running_when_the_last_request_has_ended(engines, way):
+    """The step that was launched ahead for it is forgotten: an executor without requests is idle."""
+    llm = engines.llm()
+    answer = llm.generate(prompt_of(5), free_running(20)).outputs[0].token_ids
+    executor = executor_of(llm, graphs=False)
+    stop = answer[4] if way == "stopped" else None
+    request = request_of(1, prompt_of(5), free_running(20, detokenize=False), stop)
+    executor.submit(request)
+    while not request.finished:
+        executor.step()
+        if way == "aborted" and len(request.token_ids) == 3:
+            executor.abort([request])
+    assert not executor.busy and executor.kv_cache.stats().usedNumBlocks == 0
+    following = request_of(2, prompt_of(5), free_running(20, detokenize=False))
+    executor.submit(following)
+    run(executor)
+    assert following.token_ids == answer

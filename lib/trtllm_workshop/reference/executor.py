@@ -91,6 +91,9 @@ class Executor:
             context_chunking_policy=(scheduling.context_chunking_policy or first_come).value,
         )
         steps = RankStep(engine, pool, self.max_batch_size, communicator)
+        if engine.device.type == "cuda":
+            with torch.inference_mode():
+                steps.warm_up()
         self._runner = StepRunner(steps, self.kv_cache, self.scheduler, engine.device, ranks)
         self._ahead: LaunchedStep | None = None  # launched, its tokens not read yet
         self.stats = IterationStats(self.max_batch_size, most_stats)
@@ -168,8 +171,14 @@ class Executor:
         if ended:
             self._admit_submitted()
             self.scheduler.finish(ended)
+            self._forget_empty_step()
             for request in ended:
                 request.tell()
+
+    def _forget_empty_step(self) -> None:
+        """A step that runs ahead for requests which have all ended meanwhile leaves nothing to wait for."""
+        if self._ahead is not None and all(place.request.finished for place in self._ahead.places()):
+            self._ahead = None
 
     def _admit_submitted(self) -> None:
         while self._submitted:
@@ -201,6 +210,7 @@ class Executor:
                     following = self._launch(launched)
                 touched = self._collect(launched)
                 self._ahead = following
+                self._forget_empty_step()
                 return touched
             except BaseException as error:
                 self._fail(error)

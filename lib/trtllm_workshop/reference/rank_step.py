@@ -17,6 +17,7 @@ from trtllm_workshop.reference.kv_pool import KvPool
 from trtllm_workshop.reference.parallel import Communicator
 from trtllm_workshop.reference.step_inputs import StepInputs
 from trtllm_workshop.reference.step_plan import GraphStep, StepPlan
+from trtllm_workshop.reference.warm_up import warm_up_plans
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class RankStep:
         self, engine: Engine, pool: KvPool, max_batch_size: int, communicator: Communicator | None = None
     ) -> None:
         self._engine, self._pool, self._ranks = engine, pool, communicator
+        self._max_batch_size = max_batch_size
         self.graphs: GenerationGraphs | None = None
         # What travels over the host, or from stage to stage, is not recorded.
         alone = communicator is None or (communicator.capturable and communicator.mapping.pp_size == 1)
@@ -54,6 +56,16 @@ class RankStep:
             self.graphs = GenerationGraphs(
                 engine.run, pool.tensor, max_batch_size, most_blocks, pool.blocks, pool.tokens_per_block
             )
+
+    def warm_up(self) -> None:
+        """Run one step of every kind in the pool's spare block; all ranks of an engine do so at the same time."""
+        build, pool = self._engine.build_config, self._pool
+        tokens, length = build["max_num_tokens"], build["max_seq_len"]
+        chunks = bool(build["plugin_config"].get("use_paged_context_fmha", True))
+        for plan in warm_up_plans(pool.blocks, pool.tokens_per_block, self._max_batch_size, tokens, length, chunks):
+            self.run(plan, None)
+        if self.graphs is not None:
+            self.graphs.warm_up()
 
     def run(self, plan: StepPlan, before: StepResult | None) -> StepResult:
         """Queue one step; on a device nothing is waited for.

@@ -62,6 +62,8 @@ def follow(engine: Any, communicator: Any) -> None:
     pool = KvPool.allocate(engine, config, spare=1 if engine.device.type == "cuda" else 0, ranks=communicator)
     steps, before = RankStep(engine, pool, told["max_batch_size"], communicator), None
     with torch.inference_mode():
+        if engine.device.type == "cuda":
+            steps.warm_up()
         while (plan := decode(communicator.listen())) is not None:
             before = steps.run(plan, before)
 

@@ -12,6 +12,9 @@ by their lengths: a CUDA graph can then be replayed for sequences that grow.
 Context phase: one program a tile of new tokens and query head, over cached and new tokens alike: the step's keys and values lie in
 the pool before attention starts.
 
+Triton compiles a kernel anew for addresses and integers that are multiples of 16. Where the requests' tables and lengths lie among a
+step's inputs changes from step to step, so those arguments are exempt: no request waits for a compiler.
+
 Values of a quantized pool are e4m3 codes, each exact in float16: products take the codes, and the layer's scale multiplies scores
 and result afterwards.
 """
@@ -60,7 +63,7 @@ def _store(out, at, value, inside, out_scale, KIND: tl.constexpr, ROUND: tl.cons
         tl.store(out + at, value, inside)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "blocks_stride"], do_not_specialize_on_alignment=["blocks", "lengths"])
 def _generation(
     q,
     q_stride,
@@ -128,7 +131,7 @@ def _generation(
         tl.store(weights_of_parts + part + head * GROUP + member, top + tl.log2(total), member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
 def _join(
     parts,
     weights_of_parts,
@@ -155,7 +158,7 @@ def _join(
     _store(out, (row * HEADS + head) * SIZE + column, result, column < SIZE, out_scale, KIND, ROUND)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_stride"], do_not_specialize_on_alignment=["blocks"])
 def _context(
     q,
     q_stride,

@@ -70,7 +70,7 @@ def _quantize(x, out, scale, count, BLOCK: tl.constexpr):
     tl.store(out + at, _e4m3(value, tl.load(scale)), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate_and_store(
     qkv,
     cos,
