@@ -149,6 +149,8 @@ class StepPlan:
 # PyTorch's attention takes requests of equal length without cached tokens in one call; with more calls than this a layer, or with
 # cached tokens, which it would have to gather, one Triton kernel takes all requests.
 MOST_CALLS = 4
+# PyTorch's fastest attention of a Hopper GPU (cuDNN's) is planned anew for every length it meets, which only long steps repay.
+FEW_TOKENS = 2048
 
 
 def plan_step(
@@ -159,7 +161,8 @@ def plan_step(
     lengths, totals = query_lengths[:contexts].tolist(), sequence_lengths[:contexts].tolist()
     tiles = None
     calls = len(attention.context_groups(lengths, totals))
-    if slot_mapping.is_cuda and _paged_attention() and (calls > MOST_CALLS or lengths != totals):
+    own = calls > MOST_CALLS or lengths != totals or sum(lengths) < FEW_TOKENS
+    if slot_mapping.is_cuda and contexts and _paged_attention() and own:
         rows = torch.tensor(_paged_attention().context_tiles(lengths, totals), dtype=torch.int32)
         tiles = rows.pin_memory().to(slot_mapping.device, non_blocking=True)
     return StepPlan(contexts, sum(lengths), tiles)
