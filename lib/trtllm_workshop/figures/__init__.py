@@ -9,9 +9,21 @@ from trtllm_workshop.figures import (
     hardware,
     inference,
     kv_pool,
+    parallel,
     quantize,
     streaming,
     style,
 )
 
-__all__ = ["checkpoint", "download", "engine", "hardware", "inference", "kv_pool", "quantize", "streaming", "style"]
+__all__ = [
+    "checkpoint",
+    "download",
+    "engine",
+    "hardware",
+    "inference",
+    "kv_pool",
+    "parallel",
+    "quantize",
+    "streaming",
+    "style",
+]
