@@ -22,7 +22,7 @@ from trtllm_workshop.checkpoint import RankMapping
 
 # A rank whose partners do not answer within a step gives up after this many seconds.
 STEP_LIMIT_S = 120.0
-# Between steps the others wait as long as nobody asks anything.
+# Between steps the ranks after 0 wait as long as nobody asks anything; rank 0 waits for nobody longer than a step.
 FOREVER = timedelta(days=365)
 # Integers that a message sends at once; a longer one sends its length first and the rest after.
 FIRST_PIECE = 1024
@@ -69,7 +69,7 @@ class Communicator:
         connecting, limit, place = timedelta(seconds=connect_limit_s), timedelta(seconds=step_limit_s), mapping.rank
         store = dist.FileStore(str(meeting), self.world_size)
         store.set_timeout(connecting)
-        self._control = _gloo(store, "control", place, self.world_size, (connecting, FOREVER))
+        self._control = _gloo(store, "control", place, self.world_size, (connecting, FOREVER if place else limit))
         self._tp: Any = None
         self._world: Any = None
         if mapping.tp_size > 1:

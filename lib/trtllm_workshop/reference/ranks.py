@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -84,11 +84,17 @@ class Ranks:
         communicator: of rank 0.
         processes: those of the others, when this process started them; None when mpirun did.
         threads: gives this process its threads back at the end.
+        meeting: the file where they met, to remove at the end.
     """
 
     def __init__(
-        self, communicator: Communicator, processes: RankProcesses | None, threads: FewerThreads | None = None
+        self,
+        communicator: Communicator,
+        processes: RankProcesses | None,
+        threads: FewerThreads | None = None,
+        meeting: Path | None = None,
     ) -> None:
+        self._meeting = meeting
         self._communicator, self._processes, self._threads = communicator, processes, threads
         self._error: RankError | None = None
         self._closed = False
@@ -155,7 +161,8 @@ class Ranks:
     def close(self) -> None:
         """Let the others end, and give up connections and ports. Safe to call twice."""
         if not self._closed and self._processes is None and self._error is None:
-            self._communicator.announce(encode(None))
+            with contextlib.suppress(RuntimeError):  # one that is gone needs no telling
+                self._communicator.announce(encode(None))
         self._end()
 
     def _end(self) -> None:
@@ -163,6 +170,8 @@ class Ranks:
         if self._processes is not None:
             self._processes.end()
         self._communicator.close()
+        if self._meeting is not None:
+            self._meeting.unlink(missing_ok=True)
         if self._threads is not None:
             self._threads.end()
 
@@ -248,5 +257,5 @@ def join_ranks(folder: str | Path, rank: int, meeting: Path, kind: str | None = 
     try:
         communicator = Communicator(place, meeting, device_of(rank, kind), connect_limit_s=limit)
     except RuntimeError as error:
-        raise RankError(f"the other ranks did not come within {limit:g} s ({json.dumps(str(error)[:200])})") from error
+        raise RankError(f"the other ranks did not come within {limit:g} s ({str(error)[:200]})") from error
     return load_engine(folder, communicator.device, rank, communicator), communicator

@@ -1,10 +1,14 @@
-"""The command line of examples/run.py: generate from an engine, token by token or all at once."""
+"""The command line of examples/run.py: generate from an engine, token by token or all at once.
+
+Under mpirun there is one process for each rank of the engine. Rank 0 reads the prompts, leads and prints; the others follow.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import csv
+import os
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -175,11 +179,14 @@ def generate(args: argparse.Namespace) -> int:
     }
     batch = [torch.tensor(ids, dtype=torch.int32) for ids in prompts]
     started = time.perf_counter()
-    if args.streaming:
-        outputs = stream(runner.generate(batch, streaming=True, **call), args.streaming_interval, prompts, tokenizer)
-    else:
-        outputs = runner.generate(batch, **call)
-    elapsed = time.perf_counter() - started
+    with contextlib.closing(runner):
+        if args.streaming:
+            outputs = stream(
+                runner.generate(batch, streaming=True, **call), args.streaming_interval, prompts, tokenizer
+            )
+        else:
+            outputs = runner.generate(batch, **call)
+        elapsed = time.perf_counter() - started
     show(prompts, outputs, tokenizer)
     save(args, prompts, outputs)
     if args.run_profiling:
@@ -239,22 +246,36 @@ def save(args: argparse.Namespace, prompts: list[list[int]], outputs: dict[str, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    from trtllm_workshop.checkpoint import WrongFolderKind, require_kind
+    from trtllm_workshop.checkpoint import BrokenWeights, WrongFolderKind, require_kind
     from trtllm_workshop.reference.version import banner
 
-    print(banner("run.py"), flush=True)
+    leads = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"  # under mpirun one process speaks for all
+    if leads:
+        print(banner("run.py"), flush=True)
+
+    def refuse(error: Exception) -> int:
+        if leads:
+            print(f"[TRT-LLM] [E] {error}", file=sys.stderr)
+        return 1
+
     try:
         require_kind(args.engine_dir, "engine")  # a mixed-up folder answers at once, before the slow imports
     except WrongFolderKind as error:
-        print(f"[TRT-LLM] [E] {error}", file=sys.stderr)
-        return 1
+        return refuse(error)
     from trtllm_workshop.reference.engine import EngineError
+    from trtllm_workshop.reference.mpi_launch import Launch, check_world, follow_launched
 
+    try:
+        launch = Launch.read(os.environ)
+        check_world(args.engine_dir, launch, ["python", *sys.argv] if argv is None else ())
+    except (EngineError, BrokenWeights) as error:
+        return refuse(error)
+    if not leads:
+        return follow_launched(args.engine_dir, launch)
     try:
         return generate(args)
     except KeyboardInterrupt:
         print("[TRT-LLM] [E] stopped by the keyboard: no file is written", file=sys.stderr)
         return 130
     except (EngineError, WrongFolderKind, ValueError, RuntimeError, OSError) as error:
-        print(f"[TRT-LLM] [E] {error}", file=sys.stderr)
-        return 1
+        return refuse(error)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from trtllm_workshop.checkpoint import require_kind
 from trtllm_workshop.reference.configs import KvCacheConfig, official_fields, refuse_unknown
-from trtllm_workshop.reference.engine import load_engine
 from trtllm_workshop.reference.executor import Executor
+from trtllm_workshop.reference.mpi_launch import Launch, check_world, load_launched
 from trtllm_workshop.reference.request import Request
 from trtllm_workshop.reference.sampling_params import SamplingParams, StopRules, check_bad_words
 
@@ -51,6 +54,7 @@ class ModelRunnerCpp:
         build = executor.engine.build_config
         self.max_batch_size = executor.max_batch_size
         self.max_input_len, self.max_seq_len = build["max_input_len"], build["max_seq_len"]
+        self._closing = weakref.finalize(self, executor.close)
         self._ids = itertools.count(1)  # threads may ask at the same time
 
     @classmethod
@@ -59,9 +63,9 @@ class ModelRunnerCpp:
 
         Args:
             engine_dir: what trtllm-build wrote.
-            kwargs: `rank` (0), `max_batch_size`, `kv_cache_free_gpu_memory_fraction`, `max_tokens_in_paged_kv_cache`,
-                `kv_cache_enable_block_reuse` and `enable_chunked_context` (both off); other official names are accepted at
-                their defaults.
+            kwargs: `rank` (that of the process, which must be 0), `max_batch_size`, `kv_cache_free_gpu_memory_fraction`,
+                `max_tokens_in_paged_kv_cache`, `kv_cache_enable_block_reuse` and `enable_chunked_context` (both off);
+                other official names are accepted at their defaults.
 
         Raises:
             EngineError, WrongFolderKind: for an engine that cannot be loaded here.
@@ -80,21 +84,32 @@ class ModelRunnerCpp:
         owner = f"{cls.api_name}.from_dir"
         official = official_fields(owner)
         given = refuse_unknown(owner, kwargs, implemented & set(official), official)
-        if given.get("rank", 0) != 0:
-            raise ValueError(f"rank={given['rank']}: the reference toolchain runs engines of one rank, rank 0")
+        launch = Launch.read(os.environ)
+        require_kind(engine_dir, "engine")
+        check_world(engine_dir, launch)
+        rank = given.get("rank", launch.rank)
+        if rank != launch.rank or rank != 0:
+            raise ValueError(
+                f"rank={rank}, and this process is rank {launch.rank} of {launch.size}: a runner is made on rank 0 alone; in "
+                "the others run.py follows its steps"
+            )
         fraction = given.get("kv_cache_free_gpu_memory_fraction")
         config = KvCacheConfig(
             max_tokens=given.get("max_tokens_in_paged_kv_cache"),
             free_gpu_memory_fraction=0.9 if fraction is None else fraction,
             enable_block_reuse=bool(given.get("kv_cache_enable_block_reuse", False)),
         )
-        engine = load_engine(engine_dir)
+        engine, ranks = load_launched(engine_dir, launch)
         for name in ("max_batch_size", "max_input_len"):
             limit, wanted = engine.build_config[name], given.get(name)
             if wanted is not None and wanted > limit:
                 raise ValueError(f"{name}={wanted} is above the engine's {limit}; build with --{name} {wanted}")
         chunked = bool(given.get("enable_chunked_context"))
-        return cls(Executor(engine, config, given.get("max_batch_size"), enable_chunked_context=chunked))
+        return cls(Executor(engine, config, given.get("max_batch_size"), enable_chunked_context=chunked, ranks=ranks))
+
+    def close(self) -> None:
+        """Let the other ranks end, if there are any; also done when the runner is lost, or the program ends."""
+        self._closing()
 
     @property
     def vocab_size(self) -> int:
