@@ -134,13 +134,8 @@ def whole_engine(llm: LLM, requests: int, prompt: int, new: int, seed: int) -> d
 
 
 def warm_up(llm: LLM, requests: int, prompt: int, seed: int) -> None:
-    """Compile and record everything that the load will need: graphs, and steps full of prompts, with few and many others in them."""
-    executor = llm._executor
-    graphs = executor._runner.steps.graphs
-    if graphs is not None:
-        most = min(requests, graphs.sizes[-1])
-        graphs.warm_up([size for size in graphs.sizes if size <= graphs.size_for(most)])
-    tokens = executor.max_num_tokens
+    """Run what the engine's own warm-up leaves out: steps full of prompts of these lengths, with few and many others in them."""
+    tokens = llm._executor.max_num_tokens
     for length in {prompt, min(prompt, 80)}:
         llm.generate(random_prompts(llm, min(requests, tokens // length + 8), length, seed), fixed_length(3))
 

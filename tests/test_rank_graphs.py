@@ -87,30 +87,27 @@ def test_a_split_embedding(tmp_path, family, tp, pp, vocabulary, dim):
     assert difference(ranks.step(every), expected) <= 1e-4
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_head_that_is_the_embedding(tmp_path, split):
-    """ModelOpt leaves lm_head out and says share_embedding_table; each rank multiplies its rows of the table."""
-    source = tiny_model(tmp_path / "hf", vocab_size=513, tie_word_embeddings=True)
-    sharding = Sharding(2, 1, split, 0)
-    checkpoint = convert_checkpoint(
-        source, tmp_path / "checkpoint", dtype="float32", sharding=sharding, say=quiet
-    ).folder
+def shared_head(source, folder, sharding):
+    """A checkpoint as ModelOpt writes it: lm_head left out, and share_embedding_table said."""
+    checkpoint = convert_checkpoint(source, folder, dtype="float32", sharding=sharding, say=quiet).folder
     for file in checkpoint.glob("rank*.safetensors"):
         save_file({name: tensor for name, tensor in load_file(file).items() if "lm_head" not in name}, file)
     edit_config(checkpoint, share_embedding_table=True)
+    return checkpoint
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_head_that_is_the_embedding(tmp_path, split):
+    """Each rank multiplies its rows of the table."""
+    source = tiny_model(tmp_path / "hf", vocab_size=513, tie_word_embeddings=True)
+    checkpoint = shared_head(source, tmp_path / "checkpoint", Sharding(2, 1, split, 0))
     ranks = RankThreads(build_engine(checkpoint, BuildConfig(**SMALL), tmp_path / "engine", log=quiet), 2)
     assert difference(ranks.step(PROMPT), logits_of(load_hf(source, "float32"), PROMPT)) <= 1e-4
 
 
 def test_a_shared_head_of_an_embedding_split_by_columns_is_refused(tmp_path):
     source = tiny_model(tmp_path / "hf", tie_word_embeddings=True)
-    sharding = Sharding(2, 1, True, 1)
-    checkpoint = convert_checkpoint(
-        source, tmp_path / "checkpoint", dtype="float32", sharding=sharding, say=quiet
-    ).folder
-    for file in checkpoint.glob("rank*.safetensors"):
-        save_file({name: tensor for name, tensor in load_file(file).items() if "lm_head" not in name}, file)
-    edit_config(checkpoint, share_embedding_table=True)
+    checkpoint = shared_head(source, tmp_path / "checkpoint", Sharding(2, 1, True, 1))
     with pytest.raises(BuildError, match=r"split by columns \(32 of 64 on a rank\), lm_head by rows"):
         build_engine(checkpoint, BuildConfig(**SMALL), tmp_path / "engine", log=quiet)
     assert not (tmp_path / "engine").exists()
