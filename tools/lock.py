@@ -17,11 +17,19 @@ LOCK = ROOT / "requirements-cpu.lock"
 CUDA_ONLY = re.compile(
     r"nvidia-(cublas|cuda|cudnn|cufft|cufile|curand|cusolver|cusparse|nccl|nvjitlink|nvshmem|nvtx)|cuda-|triton=="
 )
+EVERYWHERE = "python_full_version < '3.13'"
 HEADER = """\
 # The exact versions of the CPU course, for Python 3.10 to 3.12. Made by `make lock`; do not edit.
 # torch: on Linux the CPU build is meant. `make` asks PyTorch's CPU index for it first; PyPI's own build works too, but
 # brings several gigabytes of CUDA libraries along.
 """
+
+
+def short_marker(line: str) -> str:
+    """A line without the limit that all of them share, the first Python that the course does not run on."""
+    for spelled in (f" ; {EVERYWHERE}", f" and {EVERYWHERE}", f"{EVERYWHERE} and "):
+        line = line.removesuffix(spelled) if spelled.startswith(" ;") else line.replace(spelled, "")
+    return line
 
 
 def main() -> int:
@@ -35,7 +43,7 @@ def main() -> int:
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if result.returncode:
         return result.returncode
-    lines = [line for line in result.stdout.splitlines() if line and not CUDA_ONLY.match(line)]
+    lines = [short_marker(line) for line in result.stdout.splitlines() if line and not CUDA_ONLY.match(line)]
     temporary = LOCK.with_suffix(".new")
     temporary.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
     temporary.replace(LOCK)
