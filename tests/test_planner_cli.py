@@ -116,12 +116,36 @@ def test_four_bit_floats_are_planned_with_a_warning(model, capsys):
         (["--gpu", "H100", "--kv-fraction", "1.5"], ["1.5", "at most 1"]),
         (["--gpu", "H100", "--used-gb", "-1"], ["--used-gb -1"]),
         (["--gpu", "H100", "--gpus", "/nowhere/gpus.yml"], ["/nowhere/gpus.yml cannot be read"]),
+        (["--measure", "--gpus", "mine.yml"], ["--gpus mine.yml is for --gpu", "leave one of them out"]),
+        (["--gpu", "H100", "--used-gb", "100"], ["other processes 100.0 GB", "take a GPU that nobody else uses"]),
+        (["--gpu", "H100", "--max-batch-size", "1000000"], ["buffers 51", "a smaller --max-batch-size (1000000)"]),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_next_step(model, capsys, words, expected):
     said = refused(capsys, model, *words)
     assert all(part in said for part in expected), said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("value", ["x", "1.5", "0", "-3", "nan"])
+def test_lengths_are_whole_numbers(model, capsys, value):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", str(model), "--gpu", "H100", f"--input={value}"])
+    assert f"--input: '{value}' is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path, model, capsys, monkeypatch):
+    table = tmp_path / "gpus.yml"
+    table.write_text("[" * 5000)
+    assert "gpus.yml is not YAML" in refused(capsys, model, "--gpu", "H100", "--gpus", table)
+    (tmp_path / "config.json").mkdir()
+    assert "config.json is not a file" in refused(capsys, tmp_path, "--gpu", "H100")
+
+    def closed(self, **_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.read_text", closed)
+    assert "config.json cannot be read (Permission denied)" in refused(capsys, model, "--gpu", "H100")
 
 
 def test_a_folder_without_a_model_is_named(tmp_path, capsys):

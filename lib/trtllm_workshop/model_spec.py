@@ -218,9 +218,12 @@ def _load(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise UnsupportedModel(f"{path} does not exist: download the model first, a folder needs its config.json")
+        what = "is not a file" if path.exists() else "does not exist"
+        raise UnsupportedModel(f"{path} {what}: download the model first, a folder needs its config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnsupportedModel(f"{path} cannot be read ({error.strerror}): look at its permissions") from error
     except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} is not readable JSON ({error}): download it again") from error
     if not isinstance(config, Mapping):

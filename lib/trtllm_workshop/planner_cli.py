@@ -53,9 +53,12 @@ def add(commands: Any) -> None:
 
 
 def _count(given: str) -> int:
-    value = int(given)
+    try:
+        value = int(given)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{given} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{given!r} is not a whole number of at least 1")
     return value
 
 
@@ -66,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     for value, flag in ((arguments.used_gb, "--used-gb"), (arguments.price or 0, "--price")):
         if not 0 <= value < 1e9:
             raise PlanProblem(f"{flag} {value} makes no sense: give a number of at least 0")
+    if arguments.measure and arguments.gpus is not None:
+        raise PlanProblem(
+            f"--gpus {arguments.gpus} is for --gpu: with --measure this machine is timed; leave one of them out"
+        )
     spec, found = read_model(arguments.model)
     dtype = arguments.dtype or found["dtype"]
     if dtype not in BYTES:

@@ -53,7 +53,7 @@ def load_gpus(path: Path | None = None) -> dict[str, Gpu]:
         raise PlanProblem(
             f"the GPU table {file} cannot be read ({error.strerror}): pass another with --gpus"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:  # the last: brackets without end
         raise PlanProblem(
             f"the GPU table {file} is not YAML ({str(error).splitlines()[0]}): start from {TABLE}"
         ) from error

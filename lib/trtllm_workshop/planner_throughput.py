@@ -106,10 +106,20 @@ def schedule(engine: Engine, load: Load, limits: Limits | None = None, used_by_o
     tokens = pool_tokens(engine, limits, used_by_others)
     fit = largest_batch(tokens, load.prompt + load.answer)
     if fit < 1:
+        buffers = buffer_bytes(engine.spec, engine.split, limits.max_num_tokens, limits.max_batch_size)
+        takes = [f"a rank's weights take {engine.weights / 1e9:.1f} GB of {engine.gpu.memory / 1e9:.1f} GB"]
+        steps = ["more ranks (--tp)", "fewer bytes per weight (--dtype)", "shorter requests"]
+        if used_by_others > 0:
+            takes.append(f"other processes {used_by_others / 1e9:.1f} GB")
+            steps.insert(0, "a GPU that nobody else uses (--used-gb)")
+        if buffers > engine.gpu.memory / 10:
+            takes.append(f"buffers {buffers / 1e9:.1f} GB")
+            steps.insert(
+                0, f"a smaller --max-batch-size ({limits.max_batch_size}) or --max-num-tokens ({limits.max_num_tokens})"
+            )
         raise PlanProblem(
-            f"not one request of {load.prompt} + {load.answer} tokens fits on {engine.split.ranks} x {engine.gpu.name}: a rank's "
-            f"weights take {engine.weights / 1e9:.1f} GB of {engine.gpu.memory / 1e9:.1f} GB, which leaves {tokens} tokens of KV "
-            "cache; take more ranks (--tp), fewer bytes per weight (--dtype), or shorter requests"
+            f"not one request of {load.prompt} + {load.answer} tokens fits on {engine.split.ranks} x {engine.gpu.name}: "
+            f"{', '.join(takes)}, which leaves {tokens} tokens of KV cache; take {', '.join(steps[:-1])}, or {steps[-1]}"
         )
     batch, why = min((fit, "memory"), (limits.max_batch_size, "max_batch_size"), (load.requests, "requests"))
     whole, left = divmod(load.requests, batch)
