@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from trtllm_workshop.shell import ShownError
 from trtllm_workshop.showing import Table, number, present
 
 if TYPE_CHECKING:
+    from trtllm_workshop.server_process import Server
     from trtllm_workshop.shell import CommandResult
     from trtllm_workshop.toolchain import Toolchain
     from trtllm_workshop.workspace import Workspace
@@ -154,6 +156,15 @@ class Lesson:
     def sh(self, command: str, **options: Any) -> CommandResult:
         """Runs one command line in the toolchain, with live output; see ``Toolchain.sh``."""
         return self.toolchain.sh(command, **options)
+
+    def serve(self, command: str, **options: Any) -> Server:
+        """Starts a server in the toolchain and waits until it is healthy; see ``server_process.start_server``. Use it in a
+        ``with`` block, or ``stop()`` it. Its log goes to the work folder's ``logs``."""
+        from trtllm_workshop.server_process import start_server
+
+        name = Path(command.split()[0] if command.split() else "server").name
+        log = self.workspace.root / "logs" / f"{self.number}-{name}-{time.strftime('%H%M%S')}.log"
+        return start_server(self.toolchain, command, **{"log": log, **options})
 
     def require(self, number: str, path: str | Path) -> Path:
         """``path`` when it exists. Raises MissingPrerequisite with the one command that makes it otherwise."""

@@ -106,6 +106,16 @@ class MemoryPeak:
                 return
 
 
+def tree_mb(pid: int) -> float | None:
+    """Memory of a process and all its descendants now, in MB (10^6 bytes); None when it could not be measured."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    total = _tree_bytes(psutil, pid)
+    return total / 1e6 if total else None
+
+
 def _tree_bytes(psutil, pid: int) -> int:  # type: ignore[no-untyped-def]
     total = 0
     with contextlib.suppress(psutil.Error):
