@@ -114,6 +114,18 @@ class Executor:
         """How many steps have run."""
         return self.stats.iterations
 
+    def gauges(self) -> dict[str, int]:
+        """Requests and KV-cache blocks at this moment; read without waiting for the step that runs."""
+        running, cache = self.scheduler.num_running, self.kv_cache
+        free = cache.free_blocks
+        return {
+            "requests_running": running,
+            "requests_waiting": len(self.scheduler.waiting) + len(self._submitted),
+            "kv_blocks_used": cache.num_blocks - free,
+            "kv_blocks_free": free,
+            "iterations": self.iterations,
+        }
+
     def submit(self, request: Request) -> None:
         """Queue a request.
 

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from trtllm_workshop.reference.executor_loop import ExecutorLoop
 from trtllm_workshop.reference.outputs import RequestOutput
 from trtllm_workshop.reference.prompt_inputs import RequestMaker, prompt_text
 from trtllm_workshop.reference.ranks import Ranks, asked_ranks, check_ranks, load_ranks
+from trtllm_workshop.reference.request import Request
 from trtllm_workshop.reference.sampling_params import SamplingParams
 from trtllm_workshop.reference.tokenizer_source import load_tokenizer, read_generation_config
 
@@ -269,11 +270,36 @@ class LLM:
         params = sampling_params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {sampling_params!r:.60}, expected SamplingParams(…)")
-        request = self._maker.make(inputs, params)
+        request = self.make_request(inputs, params)
         output = RequestOutput.following(request, prompt_text(inputs), executor.abort, streaming)
+        self.submit(request)
+        return output
+
+    # What a server needs: requests of its own, which it listens to without a RequestOutput. Not official.
+
+    def make_request(self, inputs: str | Sequence[int] | dict, params: SamplingParams) -> Request:
+        """Check one prompt and make it a request. Raises ValueError as `generate_async` does."""
+        return self._maker.make(inputs, params)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its listener hears of every token. Raises ValueError when it can never run."""
         assert self._loop is not None
         self._loop.submit(request)
-        return output
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Take requests out and free their blocks."""
+        self._executor.abort(requests)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The engine's limits, as far as this LLM uses them."""
+        executor = self._executor
+        used = {"max_batch_size": executor.max_batch_size, "max_num_tokens": executor.max_num_tokens}
+        return {**executor.engine.build_config, **used}
+
+    def gauges(self) -> dict[str, int]:
+        """Requests and KV-cache blocks at this moment."""
+        return self._executor.gauges()
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Statistics of the iterations since the last call, oldest first; see `iteration_stats`.
