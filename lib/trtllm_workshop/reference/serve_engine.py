@@ -207,6 +207,12 @@ class EngineProcess:
             if not answer.done():
                 answer.set_exception(EngineGone(self.gone))
 
+    def cut_off(self, message: str) -> None:
+        """Abort every request; who waits for one is told the message."""
+        for stream in list(self._streams.values()):
+            self.send({"op": "abort", "id": stream.number})
+            stream.put({"op": "gone", "message": message})
+
     async def stop(self) -> None:
         """End the engine process; kill it when it takes longer than ten seconds. Safe to call twice."""
         process, self._stopping = self._process, True

@@ -91,6 +91,7 @@ async def _drain(state: ServerState, asked_again: asyncio.Event) -> None:
     await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
     if state.accepted:
         print(f"[TRT-LLM] [W] {state.accepted} requests are cut off", flush=True)
+        state.engine.cut_off("the server has ended before this answer was complete")
     drained.cancel()
     hurried.cancel()
 
