@@ -11,6 +11,7 @@ from trtllm_workshop.figures import (
     kv_pool,
     parallel,
     quantize,
+    serving,
     streaming,
     style,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "kv_pool",
     "parallel",
     "quantize",
+    "serving",
     "streaming",
     "style",
 ]
