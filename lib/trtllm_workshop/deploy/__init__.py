@@ -1,0 +1,1 @@
+"""Files for production, each checked: model repositories of Triton Inference Server."""
