@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 WORK_DIR ?= work
 # Further options for pytest, or for `workshop run`: make test ARGS="-k hub", make course ARGS="--profile smoke".
 ARGS ?=
+# Test files are spread over the cores (tests/conftest.py); ARGS="-n 0" runs them one after the other.
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,10 +23,10 @@ course: env  ## execute every notebook; writes work/executed/*.ipynb and work/re
 	"$(BIN)/workshop" run --work-dir "$(WORK_DIR)" $(ARGS)
 
 test: env  ## the whole test suite, executed notebooks included
-	"$(BIN)/python" -m pytest $(ARGS)
+	"$(BIN)/python" -m pytest $(SPREAD) $(ARGS)
 
 test-fast: env  ## the tests without the slow ones
-	"$(BIN)/python" -m pytest -m "not slow" $(ARGS)
+	"$(BIN)/python" -m pytest $(SPREAD) -m "not slow" $(ARGS)
 
 lab: env  ## open the notebooks in JupyterLab
 	"$(BIN)/jupyter" lab --notebook-dir=notebooks $(ARGS)
