@@ -37,7 +37,7 @@ def write_folder(folder: Path, files: Mapping[str, str]) -> Path:
         for name, text in files.items():
             path = new / name
             if name.endswith("/"):
-                path.mkdir(parents=True)
+                path.mkdir(parents=True, exist_ok=True)
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

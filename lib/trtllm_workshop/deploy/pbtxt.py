@@ -18,6 +18,8 @@ class Tensor:
         dims: shape without the batch; -1 is any size.
         optional: may be left out; for inputs only.
         note: a comment behind it.
+        ragged: requests with other sizes may be put into one batch.
+        flat: the model gets it without this dimension of 1, as the C++ backend wants it.
     """
 
     name: str
@@ -25,6 +27,8 @@ class Tensor:
     dims: Sequence[int] = (1,)
     optional: bool = False
     note: str = ""
+    ragged: bool = False
+    flat: bool = False
 
 
 def quoted(value: object) -> str:
@@ -41,10 +45,9 @@ def tensors(section: str, rows: Iterable[Tensor]) -> str:
     """The `input` or `output` list; one tensor a line."""
     rows, lines = list(rows), [f"{section} ["]
     for number, row in enumerate(rows):
-        optional = ", optional: true" if row.optional else ""
-        body = (
-            f"name: {quoted(row.name)}, data_type: TYPE_{row.kind}, dims: [ {', '.join(map(str, row.dims))} ]{optional}"
-        )
+        more = (", optional: true" if row.optional else "") + (", allow_ragged_batch: true" if row.ragged else "")
+        more += ", reshape: { shape: [ ] }" if row.flat else ""
+        body = f"name: {quoted(row.name)}, data_type: TYPE_{row.kind}, dims: [ {', '.join(map(str, row.dims))} ]{more}"
         comma = "," if number < len(rows) - 1 else ""
         lines.append(f"  {{ {body} }}{comma}" + (f"  # {row.note}" if row.note else ""))
     return "\n".join([*lines, "]"])
@@ -64,6 +67,34 @@ def instances(count: int, note: str) -> str:
 def decoupled(value: bool, note: str) -> str:
     """Whether a request may have more than one response."""
     return f"{comment(note)}\nmodel_transaction_policy {{ decoupled: {str(value).lower()} }}"
+
+
+def batching(size: int, delay_us: int, waiting: int) -> str:
+    """Triton's own queue before a model: `size` requests together, microseconds to wait for them, requests that may wait."""
+    delay = "0: nothing waits for others. The engine takes new requests into the running batch, so a delay here would only be"
+    return "\n".join(
+        [
+            "dynamic_batching {",
+            f"  preferred_batch_size: [ {size} ]",
+            f"  # Microseconds that a request may wait for others to come. {delay if not delay_us else ''}".rstrip(),
+            *(["  # added to the time to the first token."] if not delay_us else []),
+            f"  max_queue_delay_microseconds: {delay_us}",
+            "  # Requests that may wait; more are refused at once instead of waiting for minutes. 0: no limit.",
+            f"  default_queue_policy: {{ max_queue_size: {waiting} }}",
+            "}",
+        ]
+    )
+
+
+def ensemble(steps: Iterable[tuple[str, dict[str, str], dict[str, str]]]) -> str:
+    """The steps of an ensemble: (model, {its input: name in the ensemble}, {its output: name in the ensemble})."""
+    lines = []
+    for model, inputs, outputs in steps:
+        rows = [f"    model_name: {quoted(model)}", "    model_version: -1  # the newest"]
+        for kind, names in (("input_map", inputs), ("output_map", outputs)):
+            rows += [f"    {kind} {{ key: {quoted(key)} value: {quoted(value)} }}" for key, value in names.items()]
+        lines.append("\n".join(["  step {", *rows, "  }"]))
+    return "\n".join(["ensemble_scheduling {", *lines, "}"])
 
 
 def document(*parts: str) -> str:

@@ -24,6 +24,8 @@ TEXT_INPUTS = (
     Tensor("frequency_penalty", "FP32", optional=True, note="0 changes nothing"),
     Tensor("stop", "BOOL", optional=True, note="true: end the running request that has this request's id"),
 )
+# The chain around the C++ backend knows one name of the seed.
+CHAIN_INPUTS = tuple(tensor for tensor in TEXT_INPUTS if tensor.name != "random_seed")
 TEXT_OUTPUTS = (
     Tensor("text_output", "STRING", note="the answer; with stream the text since the response before"),
     Tensor("finish_reason", "STRING", note="stop, length or cancelled; empty while it runs"),
