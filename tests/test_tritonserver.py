@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from engines import Engines
-from trtllm_workshop.deploy.triton import PYTHON_MODEL, write_python_model
+from trtllm_workshop.deploy.triton import PYTHON_MODEL, write_python_model, write_repository
+from trtllm_workshop.deploy.triton_check import check_repository
 from trtllm_workshop.deploy.triton_server import find_tritonserver, start_tritonserver
 from trtllm_workshop.reference.sampling_params import SamplingParams
 from trtllm_workshop.server_process import Server, ServerFailed
@@ -79,16 +80,18 @@ def events(server: Server, model: str = PYTHON_MODEL, **more: Any) -> list[dict[
     return [json.loads(line[len("data: ") :]) for line in text.splitlines() if line.startswith("data: ")]
 
 
-def tensors(**values: Any) -> list[Any]:
-    """gRPC inputs of shape [1] each."""
+def tensors(shape: list[int], **values: Any) -> list[Any]:
+    """gRPC inputs of one value each; models with a batch size want shape [1, 1]."""
     import numpy as np
 
     kinds = {str: ("BYTES", object), bool: ("BOOL", bool), int: ("INT32", np.int32)}
     found = []
     for name, value in values.items():
         kind, array = kinds[type(value)]
-        tensor = grpc.InferInput(name, [1], kind)
-        tensor.set_data_from_numpy(np.array([value.encode() if isinstance(value, str) else value], dtype=array))
+        tensor = grpc.InferInput(name, shape, kind)
+        tensor.set_data_from_numpy(
+            np.array([value.encode() if isinstance(value, str) else value], dtype=array).reshape(shape)
+        )
         found.append(tensor)
     return found
 
@@ -103,7 +106,12 @@ class Stream:
 
     def send(self, name: str = "", model: str = PYTHON_MODEL, **more: Any) -> Stream:
         values = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "stream": True, **more}
-        self.client.async_stream_infer(model, tensors(**values), request_id=name, enable_empty_final_response=True)
+        self.client.async_stream_infer(
+            model,
+            tensors([1] if model == PYTHON_MODEL else [1, 1], **values),
+            request_id=name,
+            enable_empty_final_response=True,
+        )
         return self
 
     def texts(self) -> Iterator[str]:
@@ -259,6 +267,40 @@ def test_a_model_that_cannot_load_says_why_and_leaves_nothing(engine, engines, t
 def test_the_server_in_the_wheel_is_found_for_this_python() -> None:
     found = find_tritonserver(reference_toolchain("a test"))
     assert found.program.is_file() and found.backends.is_dir() and found.source
+
+
+def test_a_server_that_loads_for_ever_is_ended_in_time_with_all_it_started(engine, engines, tmp_path) -> None:
+    import psutil
+
+    folder = write_python_model(tmp_path / "models", engine, engines.hf())
+    (folder / "1" / "model.py").write_text("import time\ntime.sleep(1000)\n")
+    before = time.monotonic()
+    with pytest.raises(ServerFailed, match="not healthy after 3 s"):
+        start(tmp_path / "models", tmp_path / "server.log", timeout_s=3)
+    assert time.monotonic() - before < 15
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if str(tmp_path) in line]
+
+
+def test_the_chain_of_five_models_answers_like_the_engine(engine, engines, tmp_path, expected) -> None:
+    models = write_repository(tmp_path / "chain", engine, engines.hf(), backend="python", instances=2)
+    assert check_repository(models) == []
+    with start(models, tmp_path / "chain.log") as chain:
+        for model in ("ensemble", "tensorrt_llm_bls"):
+            assert generate(chain, model=model)["text_output"] == expected
+            assert generate(chain, model=model, exclude_input_in_output=False)["text_output"].endswith(expected)
+            assert "max_seq_len (400)" in generate(chain, 400, model=model, max_tokens=1000)
+            stopped = generate(chain, model=model, stop_words=[expected[5:7]], max_tokens=LONG)["text_output"]
+            assert expected[5:7] not in stopped[:-2] and len(stopped) < 40
+            assert len(events(chain, model=model)) > 3
+        # Each response of an ensemble is decoded by itself, so only the loop gives whole characters.
+        assert "".join(event["text_output"] for event in events(chain, model="tensorrt_llm_bls")) == expected
+        stream = Stream(chain)
+        with contextlib.closing(stream):
+            assert "".join(stream.send(model="tensorrt_llm_bls").texts()) == expected
+        with ThreadPoolExecutor(10) as pool:
+            jobs = [pool.submit(generate, chain, 200, "tensorrt_llm_bls") for _ in range(10)]
+            assert {job.result()["text_output"] for job in jobs} == {expected}
 
 
 def test_a_restart_loses_no_accepted_request(server) -> None:  # the last one: the module's server ends here

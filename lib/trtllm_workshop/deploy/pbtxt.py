@@ -71,19 +71,19 @@ def decoupled(value: bool, note: str) -> str:
 
 def batching(size: int, delay_us: int, waiting: int) -> str:
     """Triton's own queue before a model: `size` requests together, microseconds to wait for them, requests that may wait."""
-    delay = "0: nothing waits for others. The engine takes new requests into the running batch, so a delay here would only be"
-    return "\n".join(
-        [
-            "dynamic_batching {",
-            f"  preferred_batch_size: [ {size} ]",
-            f"  # Microseconds that a request may wait for others to come. {delay if not delay_us else ''}".rstrip(),
-            *(["  # added to the time to the first token."] if not delay_us else []),
-            f"  max_queue_delay_microseconds: {delay_us}",
-            "  # Requests that may wait; more are refused at once instead of waiting for minutes. 0: no limit.",
-            f"  default_queue_policy: {{ max_queue_size: {waiting} }}",
-            "}",
-        ]
+    delay = (
+        f"Microseconds that a request may wait for up to {size} together. 0: none waits. The engine takes new requests into the "
+        "running batch, so a delay here is added to the time to the first token and gains nothing."
     )
+    full = "Requests that may wait; more are refused at once instead of waiting for minutes. 0: no limit."
+    inner = [
+        f"preferred_batch_size: [ {size} ]",
+        comment(delay),
+        f"max_queue_delay_microseconds: {delay_us}",
+        comment(full),
+        f"default_queue_policy: {{ max_queue_size: {waiting} }}",
+    ]
+    return "\n".join(["dynamic_batching {", textwrap.indent("\n".join(inner), "  "), "}"])
 
 
 def ensemble(steps: Iterable[tuple[str, dict[str, str], dict[str, str]]]) -> str:
