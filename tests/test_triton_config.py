@@ -16,6 +16,7 @@ from trtllm_workshop.deploy.triton_metrics import NOT_REPORTED, latency_table, r
 
 pytest.importorskip("tritonclient.grpc", reason="the message type of config.pbtxt comes from tritonclient")
 from trtllm_workshop.deploy.triton_check import check_repository, read_config_pbtxt
+from trtllm_workshop.deploy.triton_launch import launch_command
 
 MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
 BUILD = {
@@ -251,6 +252,22 @@ def test_an_engine_without_paged_context_gets_no_reuse(tmp_path, tokenizer) -> N
            '"enable_kv_cache_reuse" value: { string_value: "true"')  # fmt: skip
     (problem,) = check_repository(repository)
     assert "use_paged_context_fmha" in problem.message
+
+
+def test_P64_the_world_size_is_the_engines_and_another_one_is_refused(tmp_path, tokenizer) -> None:
+    split = tmp_path / "split"
+    make_engine(split)
+    config = json.loads((split / "config.json").read_text())
+    config["pretrained_config"]["mapping"] = {"world_size": 4, "tp_size": 2, "pp_size": 2}
+    (split / "config.json").write_text(json.dumps(config))
+    repository = write_repository(tmp_path / "models", split, tokenizer)
+    assert f"--world_size=4 --model_repo={repository.resolve()}" in launch_command(repository)
+    assert launch_command(repository, world_size=4) == launch_command(repository)
+    with pytest.raises(RepositoryProblem, match=r"world_size is 1, the engine was built for 4"):
+        launch_command(repository, world_size=1)
+    change(repository, "tensorrt_llm", "gpt_model_path", "other")
+    with pytest.raises(RepositoryProblem, match="gpt_model_path"):
+        launch_command(repository)
 
 
 # Metrics ---------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 from engines import Engines
 from trtllm_workshop.deploy.triton import PYTHON_MODEL, write_python_model, write_repository
 from trtllm_workshop.deploy.triton_check import check_repository
+from trtllm_workshop.deploy.triton_metrics import NOT_REPORTED, latency_table
 from trtllm_workshop.deploy.triton_server import find_tritonserver, start_tritonserver
 from trtllm_workshop.reference.sampling_params import SamplingParams
 from trtllm_workshop.server_process import Server, ServerFailed
@@ -237,10 +238,14 @@ def test_statistics_and_metrics_count_the_requests(server) -> None:
         _, text = ask(server, f"/v2/models/{PYTHON_MODEL}/stats")
         return int(json.loads(text)["model_stats"][0]["inference_stats"]["success"]["count"])
 
-    before = successes()
+    wait_for(lambda: in_work(server) == 0)
+    before, (_, page) = successes(), ask(server, "/metrics", port=server.ports["metrics_port"])
     generate(server)
     wait_for(lambda: successes() == before + 1)
     _, text = ask(server, "/metrics", port=server.ports["metrics_port"])
+    rows = {row["quantity"]: row["value"] for row in latency_table(page, text, PYTHON_MODEL)}
+    assert rows["requests"] == "1" and rows["whole request"].endswith(" ms")
+    assert rows["KV-cache blocks in use"] == NOT_REPORTED  # a figure of the C++ backend
     assert f'nv_inference_request_success{{model="{PYTHON_MODEL}"' in text
     tokens = metric(server, "output_tokens")
     generate(server)
@@ -283,7 +288,7 @@ def test_a_server_that_loads_for_ever_is_ended_in_time_with_all_it_started(engin
 
 
 def test_the_chain_of_five_models_answers_like_the_engine(engine, engines, tmp_path, expected) -> None:
-    models = write_repository(tmp_path / "chain", engine, engines.hf(), backend="python", instances=2)
+    models = write_repository(tmp_path / "chain", engine, engines.hf(), backend="python", instances=1)
     assert check_repository(models) == []
     with start(models, tmp_path / "chain.log") as chain:
         for model in ("ensemble", "tensorrt_llm_bls"):
@@ -298,6 +303,9 @@ def test_the_chain_of_five_models_answers_like_the_engine(engine, engines, tmp_p
         stream = Stream(chain)
         with contextlib.closing(stream):
             assert "".join(stream.send(model="tensorrt_llm_bls").texts()) == expected
+        going = Stream(chain).send(model="tensorrt_llm_bls", max_tokens=LONG)
+        going.pieces.get(timeout=30)
+        going.close(cancel=True)
         with ThreadPoolExecutor(10) as pool:
             jobs = [pool.submit(generate, chain, 200, "tensorrt_llm_bls") for _ in range(10)]
             assert {job.result()["text_output"] for job in jobs} == {expected}

@@ -68,7 +68,8 @@ class TritonPythonModel:
             requested_output_names=["output_ids", "sequence_length"],
         )
         tokens, sent, held = [], "", False
-        for response in engine.exec(decoupled=True):
+        responses = engine.exec(decoupled=True)
+        for response in responses:
             if response.has_error():
                 raise Refused(response.error().message())
             arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
@@ -82,6 +83,8 @@ class TritonPythonModel:
                 self._send(sender, text if self._accumulate else text[len(sent) :])
                 sent = text
             if sender.is_cancelled():
+                if hasattr(responses, "cancel"):  # not in older servers, where the engine goes on to the end
+                    responses.cancel()
                 return
         if held or not tokens:
             self._send(sender, text if tokens and self._accumulate else text[len(sent) :] if tokens else "")

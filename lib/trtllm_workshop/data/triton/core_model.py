@@ -68,7 +68,7 @@ class TritonPythonModel:
         )
         self._params, self._exclude = SamplingParams, values["exclude_input_in_output"] == "true"
         self._llm = LLM(model=values["gpt_model_path"], tokenizer=values["tokenizer_dir"], kv_cache_config=cache)
-        self._running = set()
+        self._running = {}  # task -> (request id, output), None before there is one
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
         self._thread.start()
@@ -89,36 +89,47 @@ class TritonPythonModel:
 
     async def _serve(self, request, sender):
         task = asyncio.current_task()
-        self._running.add(task)
+        self._running[task] = None
         try:
+            if scalar(request, "stop"):
+                self._stop(request.request_id())
+                self._send(sender, [], final=True)
+                return
             await self._answer(request, sender)
         except Exception as problem:
             wrong = isinstance(problem, ValueError)
             kind = pb_utils.TritonError.INVALID_ARG if wrong else pb_utils.TritonError.INTERNAL
             error = pb_utils.TritonError(str(problem) if wrong else f"{type(problem).__name__}: {problem}", kind)
-            sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error))
+            # With the mark of the last response: an ensemble around this model would wait for ever for a mark that comes alone.
+            response = pb_utils.InferenceResponse(output_tensors=[], error=error)
+            sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         finally:
-            self._running.discard(task)
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self._running.pop(task, None)
 
     async def _answer(self, request, sender):
         ids = array(request, "input_ids")[: scalar(request, "input_lengths")].tolist()
         exclude, stream = scalar(request, "exclude_input_in_output"), bool(scalar(request, "streaming"))
         pending = [] if (self._exclude if exclude is None else exclude) else ids
         output = self._llm.generate_async(ids, self._sampling(request), streaming=True)
+        self._running[asyncio.current_task()] = request.request_id(), output
         sent, checked = 0, time.monotonic()
         async for _ in output:
             new, sent = output.outputs[0].token_ids[sent:], len(output.outputs[0].token_ids)
             pending = pending + new
-            if stream and pending:
+            if stream and pending and not output.finished:
                 self._send(sender, pending)
                 pending = []
             if time.monotonic() - checked > CANCEL_CHECK_S:
                 checked = time.monotonic()
                 if sender.is_cancelled():
                     output.abort()
-        if pending or not stream:
-            self._send(sender, pending)
+        self._send(sender, pending, final=True)
+
+    def _stop(self, request_id):
+        """Cancel the running requests with this id; it is no error when none runs, as with the C++ backend."""
+        for found in list(self._running.values()):
+            if found is not None and request_id and found[0] == request_id:
+                found[1].abort()
 
     def _sampling(self, request):
         values = {name: scalar(request, theirs) for theirs, name in SAMPLING.items()}
@@ -129,9 +140,10 @@ class TritonPythonModel:
             values[name] = words or None
         return self._params(detokenize=bool(values["stop"]), **{k: v for k, v in values.items() if v is not None})
 
-    def _send(self, sender, tokens):
+    def _send(self, sender, tokens, final=False):
         tensors = [
             pb_utils.Tensor("output_ids", np.array([[tokens]], dtype=np.int32)),
             pb_utils.Tensor("sequence_length", np.array([[len(tokens)]], dtype=np.int32)),
         ]
-        sender.send(pb_utils.InferenceResponse(tensors))
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
