@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trtllm_workshop.deploy import triton_server
 from trtllm_workshop.deploy.engine_limits import EngineLimits
 from trtllm_workshop.deploy.model_files import RepositoryProblem
 from trtllm_workshop.deploy.triton import PYTHON_MODEL, write_python_model, write_repository
 from trtllm_workshop.deploy.triton_metrics import NOT_REPORTED, latency_table, read_metrics, reported, shown
+from trtllm_workshop.toolchain import reference_toolchain
 
 pytest.importorskip("tritonclient.grpc", reason="the message type of config.pbtxt comes from tritonclient")
 from trtllm_workshop.deploy.triton_check import check_repository, read_config_pbtxt
@@ -268,6 +273,79 @@ def test_P64_the_world_size_is_the_engines_and_another_one_is_refused(tmp_path, 
     change(repository, "tensorrt_llm", "gpt_model_path", "other")
     with pytest.raises(RepositoryProblem, match="gpt_model_path"):
         launch_command(repository)
+
+
+# Finding and starting a server, without one ----------------------------------------------------------------------------
+
+
+def fake_wheel(folder: Path, *versions: str) -> Path:
+    """The files of nvidia-pytriton's wheel that are looked for."""
+    inside = folder / "pytriton" / "tritonserver"
+    files = [
+        "bin/tritonserver",
+        "backends/python/libtriton_python.so",
+        "backends/python/triton_python_backend_utils.py",
+    ]
+    for name in files + [f"python_backend_stubs/{version}/triton_python_backend_stub" for version in versions]:
+        (inside / name).parent.mkdir(parents=True, exist_ok=True)
+        (inside / name).write_text(name)
+    return folder / "pytriton"
+
+
+@pytest.fixture
+def about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What the toolchain's Python says about itself; no container here."""
+    says = {"version": "3.11", "packages": [str(tmp_path)], "library": "/python/lib", "wheel": None}
+    monkeypatch.setattr(triton_server, "ask_python", lambda toolchain: says)
+    monkeypatch.setattr(triton_server, "CONTAINER", tmp_path / "no-container")
+    return says
+
+
+def test_a_missing_server_or_stub_is_told_with_what_to_install(about, tmp_path) -> None:
+    toolchain = reference_toolchain("a test")
+    with pytest.raises(triton_server.TritonMissing, match="pip install nvidia-pytriton"):
+        triton_server.find_tritonserver(toolchain)
+    about["wheel"] = str(fake_wheel(tmp_path, "3.10", "3.12"))
+    with pytest.raises(
+        triton_server.TritonMissing, match=r"models of Python 3\.10, 3\.12, and the toolchain's is 3\.11"
+    ):
+        triton_server.find_tritonserver(toolchain)
+
+
+def test_the_backend_folder_holds_the_stub_and_the_paths_reach_it(about, tmp_path) -> None:
+    about["wheel"] = str(fake_wheel(tmp_path, "3.11"))
+    toolchain = reference_toolchain("a test")
+    install = triton_server.find_tritonserver(toolchain)
+    backends = triton_server.prepare_backends(install, tmp_path / "made")
+    assert backends == triton_server.prepare_backends(install, tmp_path / "made")
+    names = {"libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub"}
+    assert {path.name for path in (backends / "python").iterdir()} == names
+    assert os.access(backends / "python" / "triton_python_backend_stub", os.X_OK)
+    assert [path.name for path in (tmp_path / "made").iterdir()] == [backends.name]
+    env = triton_server.server_environment(toolchain, install, {"LD_LIBRARY_PATH": "/mine", "A": "1"})
+    assert env["LD_LIBRARY_PATH"] == os.pathsep.join([str(tmp_path / "nvidia_pytriton.libs"), "/python/lib", "/mine"])
+    assert env["A"] == "1" and env["PYTHONPATH"].split(os.pathsep)[-1] == str(tmp_path)
+
+
+def test_reasons_are_taken_from_the_log() -> None:
+    log = "I1 a.cc:1] \"loading: m:1\"\nE1 b.cc:2] \"failed to load 'm' version 1: Internal: No module named 'x'\\n\\nAt:\\n\"\n"
+    assert triton_server.failed_models(log) == ["model m did not load: Internal: No module named 'x'"]
+    assert triton_server.failed_models("") == []
+
+
+def test_shared_memory_of_dead_programs_is_swept(tmp_path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    dead, alive, other = (
+        f"trtllm_workshop_{ended.stdout.strip()}_a",
+        f"trtllm_workshop_{os.getpid()}_b",
+        "somebody_1_c",
+    )
+    for name in (dead, alive, other):
+        (tmp_path / name).write_text("")
+    assert triton_server.sweep_shared_memory(tmp_path) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {alive, other}
 
 
 # Metrics ---------------------------------------------------------------------------------------------------------------

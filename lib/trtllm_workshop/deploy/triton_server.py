@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trtllm_workshop.ports import LOOPBACK
 from trtllm_workshop.server_process import Server, ServerFailed, start_server
@@ -70,7 +71,7 @@ def find_tritonserver(toolchain: Toolchain) -> TritonInstall:
         return TritonInstall(
             CONTAINER / "bin" / "tritonserver", CONTAINER / "backends", None, (CONTAINER / "lib",), (), str(CONTAINER)
         )
-    about = _ask(toolchain)
+    about = ask_python(toolchain)
     if not about["wheel"]:
         raise TritonMissing(
             f"no tritonserver: there is no {CONTAINER}, and nvidia-pytriton, whose wheel holds one, is not installed for "
@@ -92,7 +93,11 @@ def find_tritonserver(toolchain: Toolchain) -> TritonInstall:
     return TritonInstall(inside / "bin" / "tritonserver", inside / "backends", stub, tuple(libraries), packages, source)
 
 
-def _ask(toolchain: Toolchain) -> dict:
+def ask_python(toolchain: Toolchain) -> dict[str, Any]:
+    """Version, package folders and library folder of the toolchain's Python, and where pytriton lies in it (None: nowhere).
+
+    Raises TritonMissing when it does not answer.
+    """
     try:
         done = subprocess.run(
             [str(toolchain.python), "-c", _ASK],
