@@ -225,6 +225,21 @@ def test_stop_ends_the_running_request_with_that_id(server) -> None:
             list(running.texts())
 
 
+def test_more_requests_than_may_wait_are_refused_at_once(server, expected) -> None:
+    stream = Stream(server)
+    try:
+        for _ in range(90):  # 8 run, 64 wait
+            stream.send(max_tokens=LONG)
+        error = None
+        while error is None:
+            _, error = stream.pieces.get(timeout=30)
+        assert "72 requests are in work already" in str(error) and "try again later" in str(error)
+    finally:
+        stream.close(cancel=True)
+    wait_for(lambda: in_work(server) == 0)
+    assert generate(server)["text_output"] == expected
+
+
 def test_ten_clients_at_once_get_the_answer_of_one(server, expected) -> None:
     with ThreadPoolExecutor(10) as pool:
         jobs = [pool.submit(generate, server) for _ in range(10)] + [pool.submit(events, server) for _ in range(10)]

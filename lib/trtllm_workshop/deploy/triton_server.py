@@ -146,6 +146,9 @@ def start_tritonserver(
     The returned server's `ports` are `port` (HTTP, also `url`), `grpc_port` and `metrics_port`. Every wait has a limit, after
     which the whole group is killed: a server that misses a library loads for ever and ignores signals.
 
+    A server that is asked to end waits for open HTTP connections, idle ones too, and what still runs after `finish_s` is lost:
+    close your clients first. `replacement()` makes a restart without a gap.
+
     Args:
         toolchain: whose Python runs the models; they can import `tensorrt_llm`.
         repository: folder with one folder a model.
@@ -160,7 +163,7 @@ def start_tritonserver(
     install = find_tritonserver(toolchain)
     log, repository = Path(log).resolve(), Path(repository).resolve()
     sweep_shared_memory()
-    backends = prepare_backends(install, log.parent / "triton")
+    backends = prepare_backends(install, log.parent / "tritonserver")
     prefix = f"{SHARED}_{os.getpid()}_{uuid.uuid4().hex[:6]}_"
     words = [
         install.program, f"--model-repository={repository}", f"--backend-directory={backends}",

@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 
 # The interpreter inside Triton's stub does not read PYTHONPATH.
 sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+os.environ.setdefault("USE_TORCH", "0")  # a tokenizer needs no PyTorch, which takes seconds and memory to load
 
 
 def values(request, name):
