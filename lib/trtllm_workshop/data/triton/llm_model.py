@@ -3,7 +3,7 @@
 Triton hands over requests one by one; the engine batches them in flight. The model is decoupled: a request has one response
 with `stream` false and one per piece of text with `stream` true. A client that goes away ends its request's work, and a request
 with `stop` true ends the running one with the same request id. Every response passes from this process to the server through
-shared memory, which limits all streams together: to some 700 pieces of text a second on a small machine with two cores.
+shared memory and costs time of its one event loop, which limits the pieces of text a second of all streams together.
 """
 
 import asyncio
