@@ -20,14 +20,11 @@ from trtllm_workshop.load_arrivals import Arrival, poisson, read_trace
 from trtllm_workshop.load_client import Target, open_session, send
 from trtllm_workshop.load_echo import client_overhead_ms
 from trtllm_workshop.load_metrics import RequestRecord, Slo
+from trtllm_workshop.load_problem import LoadProblem
 from trtllm_workshop.load_prompts import Prompt, distinct_prompts, token_counter
 from trtllm_workshop.load_report import LoadResult
 
 __all__ = ["LoadProblem", "LoadResult", "Slo", "async_run_load", "run_load", "served_model", "sweep"]
-
-
-class LoadProblem(ValueError):
-    """A load that cannot be run as asked; nothing was sent."""
 
 
 def served_model(url: str, api_key: str | None = None, timeout_s: float = 10.0) -> str:

@@ -43,16 +43,25 @@ def _expected() -> tuple[type[Exception], ...]:
     """Errors whose text is made for the reader; anything else keeps its traceback."""
     from trtllm_workshop.command_line import CommandLineError
     from trtllm_workshop.course import CourseProblem
+    from trtllm_workshop.load_problem import LoadProblem
     from trtllm_workshop.model_spec import UnsupportedModel
     from trtllm_workshop.parameters import ParameterProblem
     from trtllm_workshop.planner_gpus import PlanProblem
     from trtllm_workshop.toolchain import ToolchainNotFound
 
-    return CourseProblem, ParameterProblem, CommandLineError, ToolchainNotFound, PlanProblem, UnsupportedModel
+    return (
+        CourseProblem,
+        ParameterProblem,
+        CommandLineError,
+        ToolchainNotFound,
+        PlanProblem,
+        UnsupportedModel,
+        LoadProblem,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    from trtllm_workshop import planner_cli
+    from trtllm_workshop import bench_url_cli, planner_cli
 
     parser = argparse.ArgumentParser(
         prog="workshop", description="From model weights to an API endpoint with TensorRT-LLM."
@@ -91,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     execute.set_defaults(action=_exec)
 
     planner_cli.add(commands)
+    bench_url_cli.add(commands)
 
     report = commands.add_parser("report", help="write work/report.html again from the recorded results")
     _folders(report)
