@@ -1,7 +1,8 @@
 """From a failed command's output to its first real error and one fix.
 
 `advise` knows the failures that people report with TensorRT-LLM; each is one rule in `advice_rules` (build and load),
-`advice_mpi` (mpirun) or `advice_install` (installation, downloads), named after its row in the course's list of pain points.
+`advice_mpi` (mpirun), `advice_serve` (servers) or `advice_install` (installation, downloads), named after its row in the
+course's list of pain points.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from trtllm_workshop.advice_install import INSTALL_RULES
 from trtllm_workshop.advice_model import Advice, Context
 from trtllm_workshop.advice_mpi import MPI_RULES
 from trtllm_workshop.advice_rules import BUILD_RULES
+from trtllm_workshop.advice_serve import SERVE_RULES
 
 __all__ = ["Advice", "advise", "check_artifacts", "first_error"]
 
@@ -71,7 +73,7 @@ def advise(
     """
     context = Context(text, returncode, command, count_gpus)
     found: list[Advice] = []
-    for rule in (*BUILD_RULES, *MPI_RULES, *INSTALL_RULES):
+    for rule in (*SERVE_RULES, *BUILD_RULES, *MPI_RULES, *INSTALL_RULES):
         advice = rule(context)
         if advice is not None and advice.fix not in {other.fix for other in found}:
             found.append(advice)

@@ -41,5 +41,12 @@ class Context:
                 return int(match.group(1))
         return None
 
+    @property
+    def server(self) -> str:
+        """What started a server, with its flags: from the command line or, without one, from the output; empty for others."""
+        pattern = r"\b(?:trtllm-serve|tritonserver)\b" + (r"[^\n]*" if self.command is None else r".*")
+        match = re.search(pattern, self.text if self.command is None else self.command, re.DOTALL)
+        return match.group(0) if match else ""
+
 
 Rule = Callable[[Context], Advice | None]

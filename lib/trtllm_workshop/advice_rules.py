@@ -115,14 +115,18 @@ def too_long(context: Context) -> Advice | None:
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def gpu_memory(context: Context) -> Advice | None:
-    """P53: the GPU's memory ran out, which the error text says."""
-    pattern = (
+def gpu_memory_error(context: Context) -> re.Match[str] | None:
+    """Where the output says that the GPU's memory ran out; its group is the number of bytes, if that is told."""
+    return context.search(
         r"OutOfMemory \(no further information\)|amount of GPU memory \((\d+) bytes\)|CUDA out of memory|"
-        r"cudaErrorMemoryAllocation|CUDA error: out of memory"
+        r"cudaErrorMemoryAllocation|CUDA error: out of memory|creation failed due to insufficient GPU memory"
     )
-    match = context.search(pattern)
-    if match is None:
+
+
+def gpu_memory(context: Context) -> Advice | None:
+    """P53: the GPU's memory ran out, which the error text says. A server has flags of its own: see `advice_serve`."""
+    match = gpu_memory_error(context)
+    if match is None or context.server:
         return None
     size = f" ({int(match.group(1)) / 2**30:.1f} GiB in one piece)" if match.group(1) else ""
     fix = (
@@ -137,7 +141,7 @@ def host_memory(context: Context) -> Advice | None:
     killed_line = bool(lines) and re.search(r"(^|\s)Killed\s*(\S.*)?$", lines[-1]) is not None
     if context.returncode not in (-9, 137) and not killed_line:
         return None
-    if gpu_memory(context) is not None and not killed_line:
+    if gpu_memory_error(context) is not None and not killed_line:
         return None
     cause = "the process was killed from outside, most likely because the host memory (RAM, not the GPU) ran out"
     fix = "close other programs, take a machine or container with more RAM, or build with --workers 1"
@@ -289,15 +293,6 @@ def header_too_large(context: Context) -> Advice | None:
     return Advice(cause, "download the model again with hf download, or run git lfs pull in its folder", "P17")
 
 
-def no_engine_with_pytorch(context: Context) -> Advice | None:
-    """P58: an engine folder given to the PyTorch backend, which finds no model type in its config.json."""
-    if context.search(r"Unrecognized model in [^\n]*engine") is None:
-        return None
-    cause = "an engine folder was given to the PyTorch backend, the default since 1.0, which reads Hugging Face folders"
-    fix = "serve engines with --backend tensorrt; in Python take LLM from tensorrt_llm._tensorrt_engine"
-    return Advice(cause, fix, "P58")
-
-
 BUILD_RULES: tuple[Rule, ...] = (
     fp8_unsupported,
     integer_unsupported,
@@ -314,6 +309,5 @@ BUILD_RULES: tuple[Rule, ...] = (
     triton_world_size,
     wrong_folder,
     header_too_large,
-    no_engine_with_pytorch,
     builder_returned_nothing,
 )
