@@ -49,8 +49,10 @@ def test_json_is_the_whole_of_standard_output(tokenizer: str, capsys: pytest.Cap
         (["--concurrency", "1", "--warm-up", "-1"], "--warm-up -1"),
         (["--concurrency", "1", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY: there is no such environment variable"),
         (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["--concurrency", "1", "--out", "{file}"], "is a file: give a folder"),
+        (["--concurrency", "1", "--out", "{file}"], "cannot be a folder (File exists)"),
+        (["--concurrency", "1", "--out", "{file}/new"], "cannot be a folder (Not a directory)"),
         (["--concurrency", "1"], "is the server up"),
+        (["--concurrency", "1"], "name the model yourself (--model)"),
     ],
 )
 def test_what_cannot_be_run_is_told_in_a_line(
@@ -60,9 +62,21 @@ def test_what_cannot_be_run_is_told_in_a_line(
     given = [word.format(here=tmp_path, file=file) for word in words]
     if "--tokenizer" not in given:
         given += ["--tokenizer", tokenizer]
-    assert cli.main(["bench", f"http://127.0.0.1:{free_port()}", *SMALL, *given]) != 0
+    assert cli.main(["bench", f"http://127.0.0.1:{free_port()}", *SMALL, *given]) == 2
     said = capsys.readouterr().err
-    assert message in said and "Traceback" not in said
+    assert message in said and len(said.splitlines()) == 1
+
+
+def test_requests_that_fail_are_told_from_loads_that_cannot_be_run(
+    tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tokenizer", tokenizer, "--concurrency", "1", "--warm-up", "0", *SMALL]
+    with fake_server(Script(status=503)) as url:
+        assert cli.main(["bench", url, *words]) == 1
+    assert "4 of 4 requests failed" in capsys.readouterr().err
+    with fake_server(Script()) as url:
+        assert cli.main(["bench", url, *words, "--seconds", "1e-9"]) == 2
+    assert "no request was sent" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

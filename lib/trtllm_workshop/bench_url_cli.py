@@ -67,14 +67,29 @@ def _positive(given: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the loads and prints them. 0 when every request was answered, 1 otherwise; LoadProblem when nothing could be sent."""
+    """Runs the loads and prints them. 0 when every request was answered, 1 when one was not, 2 when nothing could be measured."""
+    from trtllm_workshop.load_problem import LoadProblem
+
+    try:
+        return _measure(arguments)
+    except LoadProblem as problem:
+        print(f"workshop bench: {str(problem).replace('(model=…)', '(--model)')}", file=sys.stderr)
+        return 2
+
+
+def _measure(arguments: argparse.Namespace) -> int:
     from trtllm_workshop.benchmark import LoadProblem, run_load, sweep
     from trtllm_workshop.load_report import table
 
     if arguments.warm_up is not None and arguments.warm_up < 0:
         raise LoadProblem(f"--warm-up {arguments.warm_up} makes no sense: give 0 or more")
-    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
-        raise LoadProblem(f"--out {arguments.out} is a file: give a folder")
+    if arguments.out is not None:  # before anything is measured that could then not be kept
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise LoadProblem(
+                f"--out {arguments.out} cannot be a folder ({problem.strerror}): give another one"
+            ) from None
     options: dict[str, Any] = {
         "tokenizer": read_tokenizer(arguments.tokenizer), "input_tokens": arguments.input_tokens,
         "output_tokens": arguments.output_tokens, "requests": arguments.requests, "seconds": arguments.seconds,
@@ -86,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         loads = sweep(arguments.url, arguments.concurrency, **options)
     else:
         loads = [run_load(arguments.url, rate=arguments.rate, trace=arguments.trace, **options)]
+    if not all(load.records for load in loads):
+        raise LoadProblem(f"no request was sent within --seconds {arguments.seconds:g}: give more, or leave it out")
     if arguments.json:
         print(json.dumps([load.to_json() for load in loads], indent=1))
     else:
