@@ -129,8 +129,9 @@ def test_every_command_on_the_page_exists(page: str, contents: dict[str, str]) -
 
 
 def workshop_commands() -> set[str]:
-    source = (ROOT / "lib/trtllm_workshop/cli.py").read_text(encoding="utf-8")
-    return set(re.findall(r"add_parser\(\s*\"([a-z-]+)\"", source))
+    folder = ROOT / "lib/trtllm_workshop"
+    sources = [path.read_text(encoding="utf-8") for path in (folder / "cli.py", *folder.glob("*_cli.py"))]
+    return set(re.findall(r"add_parser\(\s*\"([a-z-]+)\"", "\n".join(sources)))
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "THIRD_PARTY.md"])
