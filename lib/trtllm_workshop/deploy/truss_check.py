@@ -130,7 +130,9 @@ def _accelerator(build: Mapping[str, Any], accelerator: Any) -> Iterator[Problem
             f"set tensor_parallel_count to {gpus}, or accelerator to {name}:{split}",
         )
     quantization = str(build.get("quantization_type", "no_quant"))
-    lacking = TOO_OLD if quantization == "no_quant" else NO_FP8 if quantization.startswith("fp8") else ()
+    lacking: tuple[str, ...] = (
+        TOO_OLD if quantization == "no_quant" else NO_FP8 if quantization.startswith("fp8") else ()
+    )
     lacking = NO_FP4 if quantization.startswith("fp4") else lacking
     if name in TOO_OLD:
         yield _error(f"accelerator {name} is too old for TensorRT-LLM's engines", "choose A10G or newer")
