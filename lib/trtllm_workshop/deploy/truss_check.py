@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trtllm_workshop.problem import Problem
 
@@ -77,7 +77,7 @@ def _unknown(name: str, part: Mapping[str, Any], known: set[str]) -> Iterator[Pr
             yield _error(f"trt_llm.{name} has no field {key!r}, and Truss would ignore it silently", fix)
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
