@@ -8,9 +8,10 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trtllm_workshop.load_metrics import Slo
+if TYPE_CHECKING:
+    from trtllm_workshop.load_metrics import Slo
 
 SERVERS = ("trtllm", "vllm", "sglang", "tgi", "openai")  # load_client.SERVER_FIELDS, which a test compares
 
@@ -149,5 +150,7 @@ def _key(variable: str | None) -> str | None:
 
 
 def _slo(arguments: argparse.Namespace) -> Slo | None:
+    from trtllm_workshop.load_metrics import Slo
+
     limits = {name: getattr(arguments, f"slo_{name}") for name in ("ttft", "tpot", "e2e")}
     return Slo(**limits) if any(limits.values()) else None
