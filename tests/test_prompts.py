@@ -117,7 +117,9 @@ def test_P94_loops_of_words_and_tokens_are_found():
 def test_P94_every_loop_is_found_with_its_period(head, part, count):
     loop = find_loop(head + part * count)
     assert loop is not None and len(loop.part) <= len(part)
-    assert loop.times >= (count if len(loop.part) == len(part) else 4), "a shorter loop at the end of the part comes first"
+    assert loop.times >= (count if len(loop.part) == len(part) else 4), (
+        "a shorter loop at the end of the part comes first"
+    )
     tail = (head + part * count)[loop.start :]
     assert tail == (list(loop.part) * (loop.times + 1))[: len(tail)]
 
